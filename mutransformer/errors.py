@@ -1,0 +1,37 @@
+"""Errors that a user can mend, and the exit codes they end with. Read by every room; imports none."""
+
+from __future__ import annotations
+
+EXIT_USER_ERROR = 2
+EXIT_NON_FINITE = 1
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work: one line with the field, its value, the rule and what would do.
+
+    Args:
+        field: dotted name as the user types it, e.g. `model.decoder.d_model`.
+        value: the value that was given.
+        rule: what must hold, e.g. "must be a multiple of d_head=64".
+        remedy: a value or action that would do, e.g. "use 128 or 192".
+    """
+
+    def __init__(self, field: str, value: object, rule: str, remedy: str) -> None:
+        super().__init__(f"{field}={value!r}: {rule}; {remedy}")
+        self.field = field
+
+
+class NonFiniteError(RuntimeError):
+    """Training met a loss or a gradient norm that is NaN or infinite; the message names step and last good checkpoint."""
+
+
+def require_positive(section: str, **values: float | None) -> None:
+    """Raises ConfigError for the first of `values` that is given (not None) and not above zero.
+
+    Args:
+        section: dotted prefix of the fields, e.g. `model.decoder`.
+        values: field name -> value.
+    """
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"{section}.{name}", value, "must be above zero", "give a positive number")

@@ -1,0 +1,125 @@
+"""Causal self-attention: softmax through torch's fused kernel, and a plain path for the other nonlinearities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from mutransformer.model.config import DecoderConfig
+from mutransformer.model.norm import rms_norm
+from mutransformer.model.rotary import rotate
+from mutransformer.model.tap import is_recording, tap
+
+Layer = Mapping[str, torch.Tensor]
+
+MASKED = -1e30
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sqrelu": lambda s: F.relu(s).square(),
+    "elu": lambda s: F.elu(s) + 1,
+}
+
+
+def causal_scores(q_BHLK: torch.Tensor, k_BHMK: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * q k^T before the mask, in float32 or wider.
+
+    Returns:
+        scores_BHLM.
+    """
+    wide = torch.promote_types(q_BHLK.dtype, torch.float32)
+    return (q_BHLK.to(wide) @ k_BHMK.to(wide).transpose(-1, -2)) * scale
+
+
+def attention_weights(scores_BHLM: torch.Tensor, config: DecoderConfig) -> torch.Tensor:
+    """Masks the future and turns scores into weights.
+
+    Args:
+        scores_BHLM: square in L and M.
+        config: attention_activation, attention_normalization, norm_eps.
+    Returns:
+        weights_BHLM, same dtype; rows sum to one for softmax and, to norm_eps, for `sum`.
+    Source:
+        softmax; relu^2 and elu + 1 as in lucaslingle/mu_transformer, which divides by the length or the sum.
+    """
+    length = scores_BHLM.shape[-1]
+    visible_LM = torch.ones(length, length, dtype=torch.bool, device=scores_BHLM.device).tril()
+    masked = scores_BHLM.masked_fill(~visible_LM, MASKED)
+    if config.attention_activation == "softmax":
+        return masked.softmax(-1)
+    raw = _ACTIVATIONS[config.attention_activation](masked)
+    if config.attention_normalization == "length":
+        return raw / length
+    if config.attention_normalization == "causal_count":
+        return raw / visible_LM.sum(-1, keepdim=True)
+    return raw / (config.norm_eps + raw.sum(-1, keepdim=True))
+
+
+def plain_attention(
+    q_BHLK: torch.Tensor, k_BHMK: torch.Tensor, v_BHMK: torch.Tensor, config: DecoderConfig, scale: float
+) -> torch.Tensor:
+    """Attention written out, for every nonlinearity; heads of q, k and v are equal in number.
+
+    Returns:
+        out_BHLK in v's dtype; scores and weights in float32 or wider.
+    """
+    weights = attention_weights(causal_scores(q_BHLK, k_BHMK, scale), config)
+    return (weights @ v_BHMK.to(weights.dtype)).to(v_BHMK.dtype)
+
+
+def _repeat_heads(x_BGLK: torch.Tensor, n_head: int) -> torch.Tensor:
+    """Gives each query head its key/value head: x_BGLK -> out_BHLK."""
+    n_kv_head = x_BGLK.shape[1]
+    return x_BGLK if n_kv_head == n_head else x_BGLK.repeat_interleave(n_head // n_kv_head, dim=1)
+
+
+def attention(
+    x_BLD: torch.Tensor, layer: Layer, config: DecoderConfig, scale: float, rotary: torch.Tensor | None
+) -> torch.Tensor:
+    """Self-attention of one block, from normalized input to what is added to the residual stream.
+
+    Args:
+        x_BLD: normalized block input.
+        layer: this layer's tensors by name, without the layer dimension, in x's dtype.
+        config: shape.
+        scale: factor on the scores.
+        rotary: from `rotary_table`, or None.
+    Returns:
+        out_BLD, same dtype.
+    """
+    batch, length, _ = x_BLD.shape
+
+    def project(name: str) -> torch.Tensor:
+        weight, bias = layer[f"w_{name}"], layer.get(f"b_{name}")
+        heads = F.linear(x_BLD, weight.flatten(0, 1), None if bias is None else bias.flatten())
+        return heads.view(batch, length, -1, config.d_head).transpose(1, 2)
+
+    tap("attention_input", x_BLD)
+    q_BHLK, k_BGLK, v_BGLK = project("query"), project("key"), project("value")
+    tap("query", q_BHLK)
+    tap("key", k_BGLK)
+    tap("value", v_BGLK)
+    if config.qk_norm:
+        q_BHLK = rms_norm(q_BHLK, config.norm_eps, layer.get("gain_query"))
+        k_BGLK = rms_norm(k_BGLK, config.norm_eps, layer.get("gain_key"))
+    if rotary is not None:
+        q_BHLK, k_BGLK = rotate(q_BHLK, rotary), rotate(k_BGLK, rotary)
+        tap("query_rotated", q_BHLK)
+        tap("key_rotated", k_BGLK)
+    k_BHLK, v_BHLK = _repeat_heads(k_BGLK, config.n_head), _repeat_heads(v_BGLK, config.n_head)
+    if is_recording():
+        with torch.no_grad():
+            scores = causal_scores(q_BHLK, k_BHLK, scale)
+            tap("scores", scores)
+            tap("weights", attention_weights(scores, config))
+    if config.attention_activation == "softmax":
+        out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True, scale=scale)
+    else:
+        out_BHLK = plain_attention(q_BHLK, k_BHLK, v_BHLK, config, scale)
+    tap("attention_mixed", out_BHLK)
+    out_BLD = F.linear(
+        out_BHLK.transpose(1, 2).flatten(2), layer["w_attention_out"].flatten(1), layer.get("b_attention_out")
+    )
+    tap("attention_output", out_BLD)
+    return out_BLD

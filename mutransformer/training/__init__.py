@@ -1,0 +1,1 @@
+"""Training with Lightning: the module, its optimizer and schedule, callbacks, checkpoints."""

@@ -1,0 +1,51 @@
+"""Checkpoint files: written whole or not at all, so that kill -9 or a full disk leaves the last one readable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from mutransformer.errors import ConfigError
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes to a temporary name in the same folder, flushes to the disk, then renames; remote paths as Lightning."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def load_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A checkpoint as plain types and tensors on the CPU (`weights_only=True`).
+
+    Raises:
+        ConfigError: there is no such file, or it is not one of this package's checkpoints.
+    """
+    remedy = "give the path of a .ckpt file that `mutransformer fit` wrote"
+    if not Path(path).is_file():
+        raise ConfigError("ckpt_path", str(path), "there is no such file", remedy)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ConfigError("ckpt_path", str(path), f"is not readable ({type(error).__name__})", remedy) from error
+    if not isinstance(checkpoint, dict) or "mutransformer" not in checkpoint:
+        raise ConfigError("ckpt_path", str(path), "was not written by this package", remedy)
+    return checkpoint

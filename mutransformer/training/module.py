@@ -1,0 +1,228 @@
+"""The LightningModule: wires the decoder, the plan's optimizer, the schedule and the loss. One batch is one step."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning
+import torch
+from lightning.pytorch import LightningModule
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+import mutransformer
+from mutransformer.errors import ConfigError, NonFiniteError
+from mutransformer.model.config import DecoderConfig
+from mutransformer.model.decoder import Decoder
+from mutransformer.model.loss import cross_entropy_sum
+from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
+from mutransformer.mup.init import initialize
+from mutransformer.training.optimizer import build_optimizer, clip_by_global_norm
+from mutransformer.training.schedule import ScheduleConfig, schedule_factor
+
+Batch = Mapping[str, torch.Tensor]
+
+# trainer.precision -> dtype the model computes in; masters keep theirs (float32, float64 under 64-true)
+COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"32-true": None, "64-true": None, "bf16-mixed": torch.bfloat16}
+
+
+class DecoderModule(LightningModule):
+    """A muP decoder to be trained by `lightning.Trainer`.
+
+    A batch is one optimizer step: `{"tokens": int64 [B, L + 1]}` with inputs `[:, :-1]` and targets `[:, 1:]`, and
+    optionally `"mask"` [B, L], 1 where a target counts.
+
+    Args:
+        decoder: shape of the decoder.
+        parametrization: rules for initialization, multipliers and learning rates.
+        optimizer: update rule at the base width.
+        schedule: factor on the learning rates over the run.
+        seed: of the initialization; linked to seed_everything.
+        n_micro_batch: parts that each batch is split into, one after the other, to save memory; the gradient is that
+            of the whole batch. Linked to trainer.accumulate_grad_batches.
+        gradient_clip: largest global norm of the gradient; null: no clipping. Linked to trainer.gradient_clip_val.
+        loss_mean_over: what the objective's sum is divided by: `targets` that count, or all `positions` (the
+            reference's objective, smaller where targets are masked).
+        compile: run the decoder through torch.compile.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        parametrization: ParametrizationConfig,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        seed: int = 0,
+        n_micro_batch: int = 1,
+        gradient_clip: float | None = None,
+        loss_mean_over: Literal["targets", "positions"] = "targets",
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.config = {
+            "decoder": _as_config(DecoderConfig, decoder),
+            "parametrization": _as_config(ParametrizationConfig, parametrization),
+            "optimizer": _as_config(OptimizerConfig, optimizer),
+            "schedule": _as_config(ScheduleConfig, schedule),
+        }
+        self.optimizer_config: OptimizerConfig = self.config["optimizer"]
+        self.schedule: ScheduleConfig = self.config["schedule"]
+        self.plan = self.config["decoder"].plan(self.config["parametrization"], self.optimizer_config)
+        self.seed = seed
+        self.n_micro_batch = n_micro_batch
+        self.gradient_clip = gradient_clip
+        self.loss_mean_over = loss_mean_over
+        self.compile_decoder = compile
+        self.run_config: dict[str, Any] = {}
+        self.decoder: Decoder | None = None
+        self.val_loss = MeanMetric(nan_strategy="disable")
+        if n_micro_batch < 1:
+            raise ConfigError("trainer.accumulate_grad_batches", n_micro_batch, "must be at least 1", "use 1")
+        if gradient_clip is not None and not gradient_clip > 0:
+            raise ConfigError("trainer.gradient_clip_val", gradient_clip, "must be above zero", "use 1.0, or null")
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The constructor's arguments as plain values, as `load_from_checkpoint` reads them back."""
+        return {
+            **{name: dataclasses.asdict(config) for name, config in self.config.items()},
+            "seed": self.seed,
+            "n_micro_batch": self.n_micro_batch,
+            "gradient_clip": self.gradient_clip,
+            "loss_mean_over": self.loss_mean_over,
+            "compile": self.compile_decoder,
+        }
+
+    def configure_model(self) -> None:
+        """Makes and initializes the weights; before this the module is a plan alone."""
+        if self.decoder is not None:
+            return
+        self.decoder = Decoder(self.config["decoder"], self.plan)
+        initialize(dict(self.decoder.named_parameters()), self.plan, self.seed)
+        if self.compile_decoder:
+            self.decoder.compile()
+
+    def setup(self, stage: str) -> None:
+        precision = str(self.trainer.precision)
+        if precision not in COMPUTE_DTYPES:
+            raise ConfigError(
+                "trainer.precision",
+                precision,
+                "would not keep float32 masters with the casts this model makes",
+                f"use one of {', '.join(COMPUTE_DTYPES)}",
+            )
+        self.configure_model()
+        self.decoder.compute_dtype = COMPUTE_DTYPES[precision]
+
+    def forward(self, tokens_BL: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the next token: tokens_BL int64 -> logits_BLV in the compute dtype."""
+        # the decoder casts by itself, the same on every engine; Lightning's mixed precision would cast once more
+        with torch.autocast(tokens_BL.device.type, enabled=False):
+            return self.decoder(tokens_BL, positions)
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Sum of the cross-entropy over the targets that count, in nats; a float32 (or wider) scalar."""
+        tokens = batch["tokens"]
+        return cross_entropy_sum(self(tokens[:, :-1]), tokens[:, 1:], batch.get("mask"))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
+        """One optimizer step over the whole batch.
+
+        Returns:
+            `loss`, the mean over the targets that count, and `grad_norm` before clipping; scalars on the device.
+        """
+        optimizer = self.optimizers()
+        optimizer.zero_grad(set_to_none=True)
+        n_targets, n_positions = _counts(batch)
+        denominator = n_targets if self.loss_mean_over == "targets" else n_positions
+        loss_sums = []
+        for part in _split(batch, self.n_micro_batch):
+            loss_sum = self.loss_sum(part)
+            self.manual_backward(loss_sum / denominator)
+            loss_sums.append(loss_sum.detach())
+        grad_norm = clip_by_global_norm(self.decoder.parameters(), self.gradient_clip)
+        optimizer.step()
+        self.lr_schedulers().step()
+        return {"loss": torch.stack(loss_sums).sum() / n_targets, "grad_norm": grad_norm}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        n_targets, _ = _counts(batch)
+        self.val_loss.update(self.loss_sum(batch) / n_targets, weight=n_targets)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """The plan's groups, each named after its parameter, and the schedule that multiplies them all."""
+        optimizer = build_optimizer(self.decoder.named_parameters(), self.plan, self.optimizer_config)
+        scheduler = LambdaLR(optimizer, lambda step: schedule_factor(step, self.schedule))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds settings and versions, all plain values: the file loads with `weights_only=True`."""
+        checkpoint["hyper_parameters"] = self.hyper_parameters
+        checkpoint["mutransformer"] = {
+            "config": self.run_config,
+            "versions": {
+                "mutransformer": mutransformer.__version__,
+                "torch": torch.__version__,
+                "lightning": lightning.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses weights of another shape by the setting that differs, before any tensor is copied.
+
+        Raises:
+            ConfigError: e.g. the checkpoint has d_model 128 and 256 was asked for.
+        """
+        saved, asked = checkpoint["hyper_parameters"]["decoder"], dataclasses.asdict(self.config["decoder"])
+        for name, value in asked.items():
+            if saved.get(name, value) != value:
+                raise ConfigError(
+                    f"model.decoder.{name}",
+                    value,
+                    f"checkpoint has {name} {saved[name]}, you asked for {value}",
+                    f"use {saved[name]}, or leave it out",
+                )
+        self.configure_model()
+
+    def check_finite(self) -> None:
+        """Raises NonFiniteError naming a parameter that holds NaN or infinity."""
+        for name, parameter in self.decoder.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise NonFiniteError(f"parameter {name} is not finite")
+
+
+def _as_config(cls: type, value: Any) -> Any:
+    """A config object, also from the plain dict that a checkpoint holds."""
+    if not isinstance(value, Mapping):
+        return value
+    nested = {
+        name: RoleMultipliers(**item) if isinstance(item, Mapping) else item for name, item in value.items()
+    }
+    return cls(**nested)
+
+
+def _counts(batch: Batch) -> tuple[torch.Tensor | int, int]:
+    """(number of targets that count, number of positions)."""
+    n_positions = batch["tokens"][:, 1:].numel()
+    return (batch["mask"].sum() if "mask" in batch else n_positions), n_positions
+
+
+def _split(batch: Batch, n_parts: int) -> list[Batch]:
+    """Parts of nearly equal rows, in order."""
+    if n_parts == 1:
+        return [batch]
+    n_rows = len(batch["tokens"])
+    if n_rows < n_parts:
+        raise ConfigError(
+            "trainer.accumulate_grad_batches", n_parts, f"a batch has {n_rows} sequences to split", f"use {n_rows}"
+        )
+    parts = {name: tensor.tensor_split(n_parts) for name, tensor in batch.items()}
+    return [{name: chunks[i] for name, chunks in parts.items()} for i in range(n_parts)]
