@@ -11,18 +11,37 @@ class ConfigError(ValueError):
 
     Args:
         field: dotted name as the user types it, e.g. `model.decoder.d_model`.
-        value: the value that was given.
+        value: the value that was given; `...` where it is not known, it is then left out.
         rule: what must hold, e.g. "must be a multiple of d_head=64".
         remedy: a value or action that would do, e.g. "use 128 or 192".
     """
 
     def __init__(self, field: str, value: object, rule: str, remedy: str) -> None:
-        super().__init__(f"{field}={value!r}: {rule}; {remedy}")
+        shown = field if value is ... else f"{field}={value!r}"
+        super().__init__(f"{shown}: {rule}; {remedy}")
         self.field = field
 
 
 class NonFiniteError(RuntimeError):
     """Training met a loss or a gradient norm that is NaN or infinite; the message names step and last good checkpoint."""
+
+
+class Interrupted(RuntimeError):
+    """Training was asked to stop by a signal and has saved its state.
+
+    Args:
+        signum: the signal.
+        step: optimizer steps done.
+        run_folder: folder with the run's config.yaml.
+        checkpoint: path of what was saved.
+    """
+
+    def __init__(self, signum: int, *, step: int, run_folder: str, checkpoint: str) -> None:
+        super().__init__(
+            f"stopped after step {step}, saved {checkpoint}\n"
+            f"go on with: mutransformer fit --config {run_folder}/config.yaml --ckpt_path {checkpoint}"
+        )
+        self.signum = signum
 
 
 def require_positive(section: str, **values: float | None) -> None:

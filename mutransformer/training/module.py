@@ -29,6 +29,22 @@ Batch = Mapping[str, torch.Tensor]
 COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"32-true": None, "64-true": None, "bf16-mixed": torch.bfloat16}
 
 
+def check_precision(precision: object) -> None:
+    """Refuses a `trainer.precision` that would not keep float32 masters with the casts this model makes.
+
+    Raises:
+        ConfigError: with the precisions that do.
+    """
+    aliases = {"None": "32-true", "32": "32-true", "64": "64-true"}
+    if aliases.get(str(precision), str(precision)) not in COMPUTE_DTYPES:
+        raise ConfigError(
+            "trainer.precision",
+            precision,
+            "would not keep float32 masters with the casts this model makes",
+            f"use one of {', '.join(COMPUTE_DTYPES)}",
+        )
+
+
 class DecoderModule(LightningModule):
     """A muP decoder to be trained by `lightning.Trainer`.
 
@@ -107,16 +123,9 @@ class DecoderModule(LightningModule):
             self.decoder.compile()
 
     def setup(self, stage: str) -> None:
-        precision = str(self.trainer.precision)
-        if precision not in COMPUTE_DTYPES:
-            raise ConfigError(
-                "trainer.precision",
-                precision,
-                "would not keep float32 masters with the casts this model makes",
-                f"use one of {', '.join(COMPUTE_DTYPES)}",
-            )
+        check_precision(self.trainer.precision)
         self.configure_model()
-        self.decoder.compute_dtype = COMPUTE_DTYPES[precision]
+        self.decoder.compute_dtype = COMPUTE_DTYPES[self.trainer.precision]
 
     def forward(self, tokens_BL: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the next token: tokens_BL int64 -> logits_BLV in the compute dtype."""
@@ -169,8 +178,8 @@ class DecoderModule(LightningModule):
             "config": self.run_config,
             "versions": {
                 "mutransformer": mutransformer.__version__,
-                "torch": torch.__version__,
-                "lightning": lightning.__version__,
+                "torch": str(torch.__version__),
+                "lightning": str(lightning.__version__),
                 "python": platform.python_version(),
             },
         }

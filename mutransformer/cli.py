@@ -1,0 +1,105 @@
+"""The command `mutransformer`: finds the subcommand, runs it, and turns a user's mistake into one line.
+
+Nothing heavy is imported before a subcommand is known: `mutransformer --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+
+from mutransformer import __version__
+from mutransformer.errors import EXIT_NON_FINITE, EXIT_USER_ERROR, ConfigError, Interrupted, NonFiniteError
+
+COMMANDS = {
+    "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
+    "validate": "validation loss of a checkpoint (--ckpt_path)",
+    "test": "test loss of a checkpoint (--ckpt_path)",
+    "describe": "print the parameter plan: role, init, learning rate and decay of every tensor; makes no weights",
+}
+
+USAGE = """usage: mutransformer COMMAND [--config FILE ...] [--SECTION.KEY=VALUE ...]
+
+Pre-train transformer decoders in maximal update parametrization (muP).
+
+commands:
+{commands}
+
+Several --config files may be given: a later one wins over an earlier one, the command line over all.
+  mutransformer fit --config configs/small.yaml --model.decoder.d_model=256
+  mutransformer COMMAND --help             every setting of a command
+  mutransformer COMMAND --print_config     the settings as YAML
+  MUTRANSFORMER_DEBUG=1 mutransformer ...  a traceback with every error
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: arguments after the program's name; None: those of the process.
+    Returns:
+        0 done; 1 training met a loss that is not finite; 2 a user's mistake; 130 and 143 stopped by SIGINT, SIGTERM
+        with the state saved.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args in ([], ["-h"], ["--help"]):
+        print(USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
+        return 0
+    if args == ["--version"]:
+        print(__version__)
+        return 0
+    try:
+        _run(args)
+    except (ConfigError, NonFiniteError, Interrupted, KeyboardInterrupt) as error:
+        if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
+            raise
+        return _report(error)
+    return 0
+
+
+def _report(error: BaseException) -> int:
+    """Says what happened in a line or two; returns the exit code."""
+    if isinstance(error, Interrupted):
+        print(f"\n{signal.Signals(error.signum).name}: {error}")
+        return 128 + error.signum
+    if isinstance(error, KeyboardInterrupt):
+        print("\nSIGINT: stopped before the first step; nothing to resume", file=sys.stderr)
+        return 128 + signal.SIGINT
+    print(f"mutransformer: {error}", file=sys.stderr)
+    return EXIT_NON_FINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
+
+
+def _run(args: list[str]) -> None:
+    command, rest = args[0], args[1:]
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
+        raise ConfigError("command", command, "is not known", remedy)
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", module="lightning")
+    from mutransformer.lightning_cli import RunCLI
+
+    RunCLI(command, [command, *config_files_first(rest)])
+
+
+def config_files_first(args: Sequence[str]) -> list[str]:
+    """Puts `--config` options before all others, order kept: the command line wins wherever it stands."""
+    files, others, rest = [], [], list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg in ("-c", "--config") and rest:
+            files += [arg, rest.pop(0)]
+        else:
+            (files if re.match(r"(-c|--config)=", arg) else others).append(arg)
+    return files + others
+
+
+if __name__ == "__main__":
+    sys.exit(main())

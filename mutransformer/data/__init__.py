@@ -1,0 +1,1 @@
+"""The data room: documents come in, batches of token windows go out."""

@@ -1,0 +1,265 @@
+"""The Lightning side of the command line: one parser for a subcommand, links between settings, the run folder.
+
+Imported by `cli.main` only once a subcommand is to run, as it pulls in torch and Lightning.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentError, Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ProgressBar, TQDMProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from mutransformer.data.datamodule import TextDataModule
+from mutransformer.describe import print_plan
+from mutransformer.errors import ConfigError
+from mutransformer.parse_errors import from_message
+from mutransformer.training.callbacks import (
+    DetectNonFinite,
+    LossPlot,
+    Metrics,
+    RunCheckpoint,
+    StopOnSignal,
+    bits_per_byte,
+)
+from mutransformer.training.checkpoint import AtomicCheckpointIO, load_plain
+from mutransformer.training.module import DecoderModule, check_precision
+
+# trainer settings that the module carries out itself: one batch is one step, split and clipped by the module
+LINKS_TO_MODULE = {
+    "trainer.accumulate_grad_batches": "model.n_micro_batch",
+    "trainer.gradient_clip_val": "model.gradient_clip",
+}
+LINKS = {
+    "data.sequence_len": "model.decoder.sequence_len",
+    "trainer.max_steps": "model.schedule.total_steps",
+    **LINKS_TO_MODULE,
+}
+
+# settings of the model that a resumed run may change: they do not change what the weights mean
+FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed")
+
+
+class RunTrainer(Trainer):
+    """Lightning's Trainer with the command `describe`."""
+
+    def describe(self, model: Any, datamodule: Any, format: Literal["table", "json", "csv"] = "table") -> None:
+        """Print one row a parameter: role, shape, initialization, learning rate, decay; makes no weights.
+
+        Args:
+            format: `table` for people, `json` or `csv` for programs.
+        """
+        print_plan(model.plan, format)
+
+
+class RunCLI(LightningCLI):
+    """Parses one subcommand, wires data, model and trainer, runs it.
+
+    Args:
+        subcommand: the one to build a parser for; the others would cost seconds.
+        args: command line after the program's name.
+    """
+
+    COMMANDS: dict[str, set[str]] = {
+        "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
+        "validate": {"model", "dataloaders", "datamodule", "weights_only"},
+        "test": {"model", "dataloaders", "datamodule", "weights_only"},
+        "describe": {"model", "datamodule"},
+    }
+
+    def __init__(self, subcommand: str, args: list[str]) -> None:
+        _quiet_libraries()
+        self._only = subcommand
+        self._args = args
+        super().__init__(
+            DecoderModule,
+            TextDataModule,
+            trainer_class=RunTrainer,
+            trainer_defaults={
+                "max_steps": 1000,
+                "num_sanity_val_steps": 0,
+                "check_val_every_n_epoch": None,  # validation by optimizer steps, whatever the length of an epoch
+                "val_check_interval": 200,
+                "enable_model_summary": False,
+                "default_root_dir": "runs",
+            },
+            seed_everything_default=1,
+            parser_kwargs={"exit_on_error": False, subcommand: {"exit_on_error": False}},
+            save_config_callback=None,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        return {self._only: self.COMMANDS[self._only]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+        parser.add_argument(
+            "--detect_nan", type=bool, default=True, help="Stop at the first loss or gradient that is not finite."
+        )
+        for source, target in LINKS.items():
+            parser.link_arguments(source, target)
+        parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
+        parser.link_arguments("data.vocab_size", "model.decoder.vocab_size", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            keys = self._parser(self._only).get_defaults(skip_validation=True).keys()
+            raise from_message(str(error), keys, config_files(self._args)) from error
+
+    def _parse_ckpt_path(self) -> None:
+        """With a checkpoint, its model and data settings hold; one that was given and differs is an error.
+
+        Lightning's own would override in silence what was typed.
+        """
+        ckpt_path = self._section(self.config).get("ckpt_path")
+        if not ckpt_path or "://" in str(ckpt_path):
+            return
+        saved = load_plain(ckpt_path)["mutransformer"]["config"]
+        given = given_keys(self._args)
+        section = self._section(self.config)
+        for key, value in _flat({name: saved.get(name, {}) for name in ("model", "data")}).items():
+            is_model = key.startswith("model.")
+            if key in FREE_TO_CHANGE or key not in section:
+                continue
+            if not any(f"{key}.".startswith(f"{name}.") for name in given):
+                section[key] = value
+            elif section[key] != value and (is_model or self.config.subcommand == "fit"):
+                raise ConfigError(
+                    key, section[key], f"checkpoint {ckpt_path} has {value!r}", f"use {value!r}, or leave it out"
+                )
+
+    def _section(self, config: Namespace) -> Namespace:
+        return config[config.subcommand]
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        if self.subcommand == "describe":
+            return RunTrainer.__new__(RunTrainer)
+        config = self._section(self.config_init)
+        trainer, checkpoint = config.trainer, config.checkpoint
+        check_precision(trainer.precision)
+        for source in LINKS_TO_MODULE:
+            trainer.pop(source.removeprefix("trainer."))
+        self._dump_config()
+        self.model.run_config = yaml.safe_load(yaml.safe_dump(self.config_dump))
+        self.metrics, self.checkpoint = Metrics(), checkpoint
+        callbacks: list[Callback] = [self.metrics]
+        if trainer.enable_progress_bar is not False and not _has_progress_bar(trainer.callbacks):
+            callbacks.append(TQDMProgressBar())
+        if self.subcommand == "fit":
+            callbacks += [StopOnSignal(checkpoint), LossPlot()]
+            if config.detect_nan:
+                callbacks.append(DetectNonFinite(checkpoint))
+            loggers = [_run_folder_logger(trainer.default_root_dir)]
+        else:
+            loggers = []
+        trainer["callbacks"] = [*_as_list(trainer.callbacks), *callbacks]
+        trainer["plugins"] = [*_as_list(trainer.plugins), AtomicCheckpointIO()]
+        trainer["logger"] = [*loggers, *_as_list(trainer.logger)] or False
+        try:
+            return super().instantiate_trainer()
+        except (MisconfigurationException, ValueError) as error:
+            raise ConfigError("trainer", ..., str(error).strip(), "see `mutransformer COMMAND --help`") from error
+
+    def before_fit(self) -> None:
+        """Writes `config.yaml`, complete and re-runnable, into the run folder."""
+        folder = Path(self.trainer.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        parser = self._parser(self.subcommand)
+        text = parser.dump(self._section(self.config), skip_none=False, skip_link_targets=True)
+        (folder / "config.yaml").write_text(text)
+
+    def after_fit(self) -> None:
+        """Validates at the last step where the run did not, and says what came out and what to do next."""
+        if "val_loss" not in self.metrics.last or self.metrics.val_step != self.trainer.global_step:
+            self.trainer.validate(self.model, self.datamodule, verbose=False)
+        print(fit_summary(self.trainer, self.metrics, self.checkpoint))
+
+
+def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -> str:
+    """The last lines of a fit: losses in nats and bits a byte, speed, files, the next command."""
+    folder, last = trainer.log_dir, metrics.last
+
+    def line(name: str, loss: float | None, split: str) -> str:
+        if loss is None:
+            return f"{name}: not measured in this run"
+        bits = bits_per_byte(trainer, loss, split)
+        return f"{name}: {loss:.4f} nats a token" + ("" if bits is None else f", {bits:.4f} bits a byte")
+
+    return "\n".join(
+        (
+            "",
+            line("train loss", last.get("train_loss"), "train"),
+            line("validation loss", last.get("val_loss"), "validation"),
+            f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
+            f"run folder: {folder} (metrics.csv, config.yaml, loss.png)",
+            f"checkpoint: {checkpoint.last_path}",
+            f"next: mutransformer validate --ckpt_path {checkpoint.last_path}",
+        )
+    )
+
+
+def _quiet_libraries() -> None:
+    """Keeps the terminal for what this run does: Lightning's and torch_xla's start-up notices are no news."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger().addFilter(lambda record: "PJRT_DEVICE" not in record.getMessage())
+
+
+def _run_folder_logger(root: str) -> CSVLogger:
+    """The logger that owns the run folder, `root/version_n`; refuses a root that cannot be written to."""
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            "trainer.default_root_dir", root, f"cannot be written to ({error.strerror})", "give a folder of yours"
+        ) from error
+    return CSVLogger(root, name=None, flush_logs_every_n_steps=1)
+
+
+def config_files(args: Sequence[str]) -> list[str]:
+    """The files given by `--config`, in order."""
+    pairs = zip(args, [*args[1:], ""], strict=True)
+    split = [(*arg.partition("=")[::2], following) for arg, following in pairs]
+    return [value or following for name, value, following in split if name in ("-c", "--config")]
+
+
+def given_keys(args: Sequence[str]) -> set[str]:
+    """The dotted keys that the user set, on the command line or in `--config` files; the rest are defaults."""
+    typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
+    in_files = (_flat(yaml.safe_load(Path(file).read_text()) or {}) for file in config_files(args))
+    return typed.union(*in_files)
+
+
+def _as_list(value: Any) -> list[Any]:
+    """None, True and False give nothing; one item a list of it."""
+    if value is None or isinstance(value, bool):
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _has_progress_bar(callbacks: Any) -> bool:
+    return any(isinstance(callback, ProgressBar) for callback in _as_list(callbacks))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dict -> dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat

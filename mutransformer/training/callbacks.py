@@ -1,0 +1,274 @@
+"""What happens around the steps: metrics, checkpoints, NaN detection, stopping on a signal, the loss plot."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, Checkpoint
+
+from mutransformer.errors import Interrupted, NonFiniteError
+from mutransformer.training.module import DecoderModule
+
+LN_2 = 0.6931471805599453
+
+
+def log_scalars(trainer: Trainer, values: Mapping[str, float]) -> None:
+    """Writes `values` to every logger at the count of optimizer steps done."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(values), step=trainer.global_step)
+
+
+class Metrics(Callback):
+    """Loss, gradient norm, schedule and tokens/s every `trainer.log_every_n_steps`; validation loss when there is one.
+
+    Attributes:
+        last: the newest value of each metric, for the summary of the run.
+        val_step: optimizer steps done when the validation loss was measured.
+        tokens_per_s: mean over the run, validation and checkpoints left out.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self.val_step = -1
+        self._n_tokens = self._n_tokens_logged = 0
+        self._train_s = self._train_s_logged = 0.0
+        self._started_at = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._n_tokens / self._train_s if self._train_s else 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._started_at = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: DecoderModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        is_due = step % max(1, trainer.log_every_n_steps) == 0 or step == trainer.max_steps
+        values = {name: outputs[name].item() for name in ("loss", "grad_norm")} if is_due else {}
+        self._n_tokens += batch["tokens"][:, 1:].numel() * trainer.world_size
+        self._train_s += time.perf_counter() - self._started_at
+        if not is_due:
+            return
+        self.last["train_loss"] = values["loss"]
+        interval_s = self._train_s - self._train_s_logged
+        speed = (self._n_tokens - self._n_tokens_logged) / interval_s
+        self._n_tokens_logged, self._train_s_logged = self._n_tokens, self._train_s
+        group = pl_module.optimizers().param_groups[0]
+        schedule = group["lr"] / group["initial_lr"] if group["initial_lr"] else 0.0
+        log_scalars(
+            trainer,
+            {
+                "train_loss": values["loss"],
+                "grad_norm": values["grad_norm"],
+                "schedule": schedule,
+                "tokens_per_s": speed,
+                "tokens": float(self._n_tokens),
+            },
+        )
+        shown = {"train_loss": values["loss"], "tokens/s": speed}
+        pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: DecoderModule) -> None:
+        self._end_of_evaluation(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: DecoderModule) -> None:
+        self._end_of_evaluation(trainer, pl_module, "test")
+
+    def _end_of_evaluation(self, trainer: Trainer, pl_module: DecoderModule, prefix: str) -> None:
+        loss = pl_module.val_loss.compute().item()
+        pl_module.val_loss.reset()
+        values = {f"{prefix}_loss": loss, f"{prefix}_bits_per_byte": bits_per_byte(trainer, loss)}
+        values = {name: value for name, value in values.items() if value is not None}
+        self.last.update(values)
+        self.val_step = trainer.global_step
+        pl_module.log_dict(values, prog_bar=True, logger=False, batch_size=1)
+        if not trainer.sanity_checking:
+            log_scalars(trainer, values)
+
+
+def bits_per_byte(trainer: Trainer, loss: float, split: str = "validation") -> float | None:
+    """Loss in nats a token -> bits a byte of the split's text; None where the data cannot tell its bytes."""
+    bytes_per_token = getattr(getattr(trainer, "datamodule", None), "bytes_per_token", None)
+    return None if bytes_per_token is None else loss / LN_2 / bytes_per_token(split)
+
+
+class RunCheckpoint(Checkpoint):
+    """Keeps `last.ckpt` (newest) and `best.ckpt` (lowest validation loss) in the run folder's `checkpoints/`.
+
+    Args:
+        every_n_steps: optimizer steps between two writes of last.ckpt; it is written at the end of the run too.
+        save_best: also keep the checkpoint with the lowest validation loss.
+        dirpath: folder; null: `checkpoints` in the run folder.
+    """
+
+    def __init__(self, every_n_steps: int = 500, save_best: bool = True, dirpath: str | None = None) -> None:
+        self.every_n_steps = every_n_steps
+        self.save_best = save_best
+        self.dirpath = dirpath
+        self.best_loss = float("inf")
+        self.last_path: str | None = None
+        self._saved_step = -1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.dirpath is None:
+            self.dirpath = str(Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
+
+    def save_last(self, trainer: Trainer) -> str:
+        """Writes last.ckpt for the present step, if it is not there yet; returns its path."""
+        if self._saved_step != trainer.global_step:
+            path = f"{self.dirpath}/last.ckpt"
+            trainer.save_checkpoint(path, weights_only=False)
+            self.last_path = path
+            self._saved_step = trainer.global_step
+        return str(self.last_path)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == trainer.max_steps or (self.every_n_steps and step % self.every_n_steps == 0):
+            self.save_last(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loss = trainer.callback_metrics.get("val_loss")
+        if not (self.save_best and trainer.state.fn == "fit") or trainer.sanity_checking or loss is None:
+            return
+        if loss < self.best_loss:
+            self.best_loss = float(loss)
+            trainer.save_checkpoint(f"{self.dirpath}/best.ckpt", weights_only=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save_last(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_loss": self.best_loss}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_loss = state_dict["best_loss"]
+
+
+class DetectNonFinite(Callback):
+    """Stops at the first step whose loss or gradient norm is not finite; never lets such weights into a checkpoint.
+
+    On the CPU every step is looked at; elsewhere a flag is kept on the device and read when metrics are due and
+    before each checkpoint, so that no step waits for it.
+    """
+
+    def __init__(self, checkpoint: RunCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._is_bad: torch.Tensor | None = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        bad = ~torch.isfinite(outputs["loss"] + outputs["grad_norm"])
+        self._is_bad = bad if self._is_bad is None else self._is_bad | bad
+        if pl_module.device.type == "cpu" or trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
+            self._raise_if_bad(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: DecoderModule, checkpoint: dict[str, Any]) -> None:
+        self._raise_if_bad(trainer)
+        try:
+            pl_module.check_finite()
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error} {self._where(trainer)}") from None
+
+    def _raise_if_bad(self, trainer: Trainer) -> None:
+        if self._is_bad is not None and self._is_bad.item():
+            raise NonFiniteError(f"loss or gradient norm is not finite {self._where(trainer)}")
+
+    def _where(self, trainer: Trainer) -> str:
+        last = self._checkpoint.last_path
+        kept = f"last good checkpoint: {last}" if last else "no checkpoint was written before it"
+        return f"at step {trainer.global_step}; {kept}; lower the learning rate, or go on with --detect_nan=false"
+
+
+class StopOnSignal(Callback):
+    """On SIGINT or SIGTERM finishes the step, saves, and raises `Interrupted`; a second signal ends at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, checkpoint: RunCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for signum in self.SIGNALS:
+            self._previous[signum] = signal.signal(signum, self._receive)
+
+    def _receive(self, signum: int, frame: Any) -> None:
+        self._received = signum
+        signal.signal(signum, signal.SIG_DFL)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._stop_if_received(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._stop_if_received(trainer)
+
+    def _stop_if_received(self, trainer: Trainer) -> None:
+        if self._received is not None:
+            raise Interrupted(
+                self._received,
+                step=trainer.global_step,
+                run_folder=str(trainer.log_dir),
+                checkpoint=self._checkpoint.save_last(trainer),
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+
+class LossPlot(Callback):
+    """Draws `loss.png` from the run's `metrics.csv` when training ends, however it ends."""
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draw(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._draw(trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        for logger in trainer.loggers:
+            logger.save()
+        metrics = Path(trainer.log_dir or "") / "metrics.csv"
+        if trainer.is_global_zero and metrics.is_file():
+            plot_loss(metrics, metrics.with_name("loss.png"))
+
+
+def plot_loss(metrics: Path, target: Path) -> None:
+    """Training and validation loss against optimizer steps, from a `metrics.csv` to a PNG."""
+    from matplotlib.figure import Figure
+
+    with metrics.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, style in (("train_loss", "-"), ("val_loss", "o--")):
+        points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(target, dpi=120)
