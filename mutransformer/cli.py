@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import signal
 import sys
 import warnings
@@ -86,19 +85,7 @@ def _run(args: list[str]) -> None:
         warnings.filterwarnings("ignore", module="lightning")
     from mutransformer.lightning_cli import RunCLI
 
-    RunCLI(command, [command, *config_files_first(rest)])
-
-
-def config_files_first(args: Sequence[str]) -> list[str]:
-    """Puts `--config` options before all others, order kept: the command line wins wherever it stands."""
-    files, others, rest = [], [], list(args)
-    while rest:
-        arg = rest.pop(0)
-        if arg in ("-c", "--config") and rest:
-            files += [arg, rest.pop(0)]
-        else:
-            (files if re.match(r"(-c|--config)=", arg) else others).append(arg)
-    return files + others
+    RunCLI(command, rest)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 import yaml
 from jsonargparse import ArgumentError, Namespace
@@ -19,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from mutransformer.config_files import flatten, given_keys, in_order_of_precedence
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.describe import print_plan
 from mutransformer.errors import ConfigError
@@ -66,7 +66,7 @@ class RunCLI(LightningCLI):
 
     Args:
         subcommand: the one to build a parser for; the others would cost seconds.
-        args: command line after the program's name.
+        args: command line after the subcommand.
     """
 
     COMMANDS: dict[str, set[str]] = {
@@ -79,7 +79,7 @@ class RunCLI(LightningCLI):
     def __init__(self, subcommand: str, args: list[str]) -> None:
         _quiet_libraries()
         self._only = subcommand
-        self._args = args
+        self._given = given_keys(args)
         super().__init__(
             DecoderModule,
             TextDataModule,
@@ -97,7 +97,7 @@ class RunCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=args,
+            args=[subcommand, *in_order_of_precedence(args)],
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
@@ -105,6 +105,7 @@ class RunCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+        parser.add_argument("--base", type=Optional[str], help="In a file: another that it is laid over, relative to it.")
         parser.add_argument(
             "--detect_nan", type=bool, default=True, help="Stop at the first loss or gradient that is not finite."
         )
@@ -118,7 +119,8 @@ class RunCLI(LightningCLI):
             super().parse_arguments(parser, args)
         except ArgumentError as error:
             keys = self._parser(self._only).get_defaults(skip_validation=True).keys()
-            raise from_message(str(error), keys, config_files(self._args)) from error
+            raise from_message(str(error), keys) from error
+        self._section(self.config).base = None  # its values are in the config now
 
     def _parse_ckpt_path(self) -> None:
         """With a checkpoint, its model and data settings hold; one that was given and differs is an error.
@@ -129,13 +131,12 @@ class RunCLI(LightningCLI):
         if not ckpt_path or "://" in str(ckpt_path):
             return
         saved = load_plain(ckpt_path)["mutransformer"]["config"]
-        given = given_keys(self._args)
         section = self._section(self.config)
-        for key, value in _flat({name: saved.get(name, {}) for name in ("model", "data")}).items():
+        for key, value in flatten({name: saved.get(name, {}) for name in ("model", "data")}).items():
             is_model = key.startswith("model.")
             if key in FREE_TO_CHANGE or key not in section:
                 continue
-            if not any(f"{key}.".startswith(f"{name}.") for name in given):
+            if not any(f"{key}.".startswith(f"{name}.") for name in self._given):
                 section[key] = value
             elif section[key] != value and (is_model or self.config.subcommand == "fit"):
                 raise ConfigError(
@@ -172,7 +173,13 @@ class RunCLI(LightningCLI):
         try:
             return super().instantiate_trainer()
         except (MisconfigurationException, ValueError) as error:
-            raise ConfigError("trainer", ..., str(error).strip(), "see `mutransformer COMMAND --help`") from error
+            raise _trainer_error(error) from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except MisconfigurationException as error:
+            raise _trainer_error(error) from error
 
     def before_fit(self) -> None:
         """Writes `config.yaml`, complete and re-runnable, into the run folder."""
@@ -188,22 +195,29 @@ class RunCLI(LightningCLI):
             self.trainer.validate(self.model, self.datamodule, verbose=False)
         print(fit_summary(self.trainer, self.metrics, self.checkpoint))
 
+    def after_validate(self) -> None:
+        print(f"\n{loss_line(self.trainer, 'validation loss', self.metrics.last.get('val_loss'))}")
+
+    def after_test(self) -> None:
+        print(f"\n{loss_line(self.trainer, 'test loss', self.metrics.last.get('test_loss'))}")
+
+
+def loss_line(trainer: Trainer, name: str, loss: float | None, split: str = "validation") -> str:
+    """A loss in nats a token and, where the data can tell its bytes, in bits a byte."""
+    if loss is None:
+        return f"{name}: not measured in this run"
+    bits = bits_per_byte(trainer, loss, split)
+    return f"{name}: {loss:.4f} nats a token" + ("" if bits is None else f", {bits:.4f} bits a byte")
+
 
 def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -> str:
     """The last lines of a fit: losses in nats and bits a byte, speed, files, the next command."""
     folder, last = trainer.log_dir, metrics.last
-
-    def line(name: str, loss: float | None, split: str) -> str:
-        if loss is None:
-            return f"{name}: not measured in this run"
-        bits = bits_per_byte(trainer, loss, split)
-        return f"{name}: {loss:.4f} nats a token" + ("" if bits is None else f", {bits:.4f} bits a byte")
-
     return "\n".join(
         (
             "",
-            line("train loss", last.get("train_loss"), "train"),
-            line("validation loss", last.get("val_loss"), "validation"),
+            loss_line(trainer, "train loss", last.get("train_loss"), "train"),
+            loss_line(trainer, "validation loss", last.get("val_loss")),
             f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
             f"run folder: {folder} (metrics.csv, config.yaml, loss.png)",
             f"checkpoint: {checkpoint.last_path}",
@@ -232,18 +246,8 @@ def _run_folder_logger(root: str) -> CSVLogger:
     return CSVLogger(root, name=None, flush_logs_every_n_steps=1)
 
 
-def config_files(args: Sequence[str]) -> list[str]:
-    """The files given by `--config`, in order."""
-    pairs = zip(args, [*args[1:], ""], strict=True)
-    split = [(*arg.partition("=")[::2], following) for arg, following in pairs]
-    return [value or following for name, value, following in split if name in ("-c", "--config")]
-
-
-def given_keys(args: Sequence[str]) -> set[str]:
-    """The dotted keys that the user set, on the command line or in `--config` files; the rest are defaults."""
-    typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
-    in_files = (_flat(yaml.safe_load(Path(file).read_text()) or {}) for file in config_files(args))
-    return typed.union(*in_files)
+def _trainer_error(error: Exception) -> ConfigError:
+    return ConfigError("trainer", ..., " ".join(str(error).split()), "see `mutransformer COMMAND --help`")
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -256,10 +260,3 @@ def _as_list(value: Any) -> list[Any]:
 def _has_progress_bar(callbacks: Any) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in _as_list(callbacks))
 
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dict -> dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat

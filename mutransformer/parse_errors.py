@@ -17,13 +17,12 @@ _BAD_VALUE = re.compile(r"(?:Parser key|Problem with given class_path|key) \"([\
 _LINKED = re.compile(r"Linked \"([\w.]+)\" must be given via \"([\w.]+)\"")
 
 
-def from_message(message: str, known_keys: Iterable[str], config_files: Iterable[str]) -> ConfigError:
+def from_message(message: str, known_keys: Iterable[str]) -> ConfigError:
     """The ConfigError for a parser's message.
 
     Args:
         message: what jsonargparse says.
         known_keys: dotted names of all settings, for the nearest one to a key that is not known.
-        config_files: files that were given, named where one of them is not YAML or not a mapping.
     """
     if match := _LINKED.search(message):
         return ConfigError(match[1], ..., "is linked and never typed twice", f"set {match[2]}")
@@ -33,13 +32,8 @@ def from_message(message: str, known_keys: Iterable[str], config_files: Iterable
             near = difflib.get_close_matches(key, list(known_keys), n=1, cutoff=0.5)
             remedy = f"did you mean {near[0]}?" if near else "see `mutransformer COMMAND --help`"
             return ConfigError(key, value or ..., "is not a known setting", remedy)
-    if (match := _BAD_VALUE.search(message)) and match[1] != "config":
+    if match := _BAD_VALUE.search(message):
         return _bad_value(match[1], match[2])
-    files = ", ".join(config_files)
-    if "File does not exist" in message or "not accessible" in message:
-        return ConfigError("--config", files, "there is no such file", "see configs/ for those that come along")
-    if "config" in message.lower():
-        return ConfigError("--config", files, f"is not a YAML mapping ({_one_line(message)})", "see configs/base.yaml")
     return ConfigError("command line", ..., _one_line(message), "see `mutransformer COMMAND --help`")
 
 

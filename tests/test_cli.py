@@ -1,0 +1,223 @@
+"""The command line in this process: precedence, mistakes, describe, configs, what a run leaves behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from cli_runs import assert_same_state, in_own_process, last_checkpoint, tiny, write_corpus
+from mutransformer.cli import COMMANDS, main
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+LADDER = {"small": 128, "medium": 512, "large": 2048, "huge": 8192}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run of 60 steps."""
+    root = tmp_path_factory.mktemp("finished")
+    assert main(["fit", *tiny(corpus, root)]) == 0
+    return root / "version_0"
+
+
+def described(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
+    assert main(["describe", *args, "--format=json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in COMMANDS)
+
+
+def test_fit_leaves_a_run_folder(finished):
+    assert {path.name for path in finished.iterdir()} == {"checkpoints", "config.yaml", "loss.png", "metrics.csv"}
+    assert {path.name for path in (finished / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    with (finished / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["train_loss"]] == list(range(5, 61, 5))
+    losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def test_saved_config_is_complete_and_runs_again_to_the_same_bits(finished, tmp_path):
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    assert {"trainer", "model", "data", "checkpoint", "seed_everything"} <= config.keys()
+    args = ["fit", "--config", str(finished / "config.yaml"), f"--trainer.default_root_dir={tmp_path}"]
+    assert main(args) == 0
+    assert_same_state(finished / "checkpoints/last.ckpt", last_checkpoint(tmp_path))
+
+
+def test_another_seed_gives_other_weights(corpus, finished, tmp_path):
+    assert main(["fit", *tiny(corpus, tmp_path, "--seed_everything=2", "--trainer.max_steps=15")]) == 0
+    with pytest.raises(AssertionError):
+        assert_same_state(finished / "checkpoints/last.ckpt", last_checkpoint(tmp_path))
+
+
+def test_checkpoint_is_plain_and_tells_its_origin(finished):
+    checkpoint = torch.load(finished / "checkpoints/last.ckpt", weights_only=True)
+    origin = checkpoint["mutransformer"]
+    assert origin["versions"]["torch"] == str(torch.__version__)
+    assert origin["config"]["model"]["decoder"]["d_model"] == 32
+
+
+def test_validate_needs_the_checkpoint_alone(finished, capsys):
+    assert main(["validate", "--ckpt_path", str(finished / "checkpoints/last.ckpt"), "--trainer.accelerator=cpu"]) == 0
+    with (finished / "metrics.csv").open() as file:
+        last = [row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]][-1]
+    assert last[:6] in capsys.readouterr().out
+
+
+def test_typed_setting_that_contradicts_the_checkpoint_names_both(finished, corpus, tmp_path, capsys):
+    checkpoint = f"--ckpt_path={finished / 'checkpoints/last.ckpt'}"
+    for option, saved in (("--model.decoder.d_model=64", "32"), ("--model.optimizer.learning_rate=0.5", "0.015625")):
+        assert main(["fit", *tiny(corpus, tmp_path, checkpoint, option)]) == 2
+        error = capsys.readouterr().err
+        name, value = option.lstrip("-").split("=")
+        assert f"{name}={value}" in error and saved in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_precedence_is_command_line_then_later_file_then_earlier_file_then_base(tmp_path, capsys):
+    files = {
+        "base.yaml": "model: {decoder: {d_model: 256, n_layer: 1, d_head: 32, ff_multiple: 2}}",
+        "first.yaml": "base: base.yaml\nmodel: {decoder: {n_layer: 2, d_head: 64, ff_multiple: 3}}",
+        "second.yaml": "model: {decoder: {d_head: 128, ff_multiple: 5}}",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command_line = "--model.decoder.ff_multiple=6"
+    plan = described(
+        capsys, command_line, "--config", str(tmp_path / "first.yaml"), f"--config={tmp_path / 'second.yaml'}"
+    )
+    shapes = {row["name"]: row["shape"] for row in plan["rows"]}
+    assert shapes["w_query"] == [2, 2, 128, 256]
+    assert shapes["w_ff_in"] == [2, 1536, 256]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_config_file_instantiates(name, capsys):
+    below = [] if name in ("base.yaml", *(f"{size}.yaml" for size in LADDER)) else ["--config", str(CONFIGS / "small.yaml")]
+    plan = described(capsys, *below, "--config", str(CONFIGS / name))
+    assert plan["totals"]["count"] > 0
+    header = (CONFIGS / name).read_text().split("\n\n")[0]
+    assert header.startswith("#")
+
+
+@pytest.mark.parametrize(("name", "width"), LADDER.items())
+def test_ladder_changes_width_alone(name, width):
+    tree = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    assert tree == {"base": "base.yaml", "model": {"decoder": {"d_model": width}}}
+
+
+def test_paper_config_holds_the_settings_of_the_study(capsys):
+    plan = described(capsys, "--config", str(CONFIGS / "medium.yaml"), "--config", str(CONFIGS / "paper.yaml"))
+    rows = {row["name"]: row for row in plan["rows"]}
+    assert rows["w_ff_in"]["shape"] == [24, 2048, 512]
+    assert rows["w_query"]["lr"] == 2**-6 / 4 and rows["embedding"]["lr"] == 2**-6
+    assert plan["totals"]["qk_scale"] == 1 / 128
+
+
+def test_describe_formats_agree(capsys):
+    plan = described(capsys)
+    assert main(["describe", "--format=csv"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["name"] for row in rows] == [row["name"] for row in plan["rows"]]
+    assert sum(int(row["count"]) for row in rows) == plan["totals"]["count"]
+    assert main(["describe"]) == 0
+    table = capsys.readouterr().out
+    assert f"{plan['totals']['count']:,} parameters" in table
+
+
+def test_describe_warns_of_what_does_not_transfer(capsys):
+    args = ["--model.decoder.norm_gains=vector", "--model.parametrization.n_base_layer=2", "--model.decoder.n_layer=8"]
+    warnings = described(capsys, *args)["warnings"]
+    assert any("norm_gains" in text for text in warnings) and any("n_base_layer" in text for text in warnings)
+    assert described(capsys)["warnings"] == []
+
+
+# arguments -> what the one line must hold
+MISTAKES = {
+    "unknown key": (["--model.decoder.d_modle=3"], "did you mean model.decoder.d_model?"),
+    "type": (["--model.decoder.d_model=abc"], "model.decoder.d_model='abc'"),
+    "choice": (["--model.decoder.activation=reluu"], "'relu'"),
+    "linked": (["--model.schedule.total_steps=7"], "set trainer.max_steps"),
+    "d_model": (["--model.decoder.d_model=100"], "d_head=64; use 64 or 128"),
+    "odd d_head": (["--model.decoder.d_head=1"], "must be even"),
+    "n_kv_head": (["--model.decoder.d_model=256", "--model.decoder.n_kv_head=3"], "n_head=4"),
+    "zero layers": (["--model.decoder.n_layer=0"], "model.decoder.n_layer=0"),
+    "negative size": (["--model.decoder.d_model=-64"], "model.decoder.d_model=-64"),
+    "negative learning rate": (["--model.optimizer.learning_rate=-1"], "model.optimizer.learning_rate=-1"),
+    "warm-up": (["--model.schedule.warmup_steps=2000"], "trainer.max_steps=1000"),
+    "batch below a sequence": (["--data.tokens_per_batch=100"], "sequence_len=256"),
+    "missing data": (["--data.dataset=text", "--data.data_files=/no/such/file"], "/no/such/file"),
+    "run folder": (["--trainer.default_root_dir=/proc/no"], "cannot be written to"),
+    "precision": (["--trainer.precision=16-true"], "bf16-mixed"),
+    "accelerator": (["--trainer.accelerator=abacus"], "abacus"),
+    "missing checkpoint": (["--ckpt_path=/no/such.ckpt"], "there is no such file"),
+    "missing config": (["--config=/no/such.yaml"], "/no/such.yaml"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_one_line_and_exit_code_2(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args, expected = MISTAKES[name]
+    assert main(["fit", *args]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert len(error.splitlines()) == 1 and "Traceback" not in error
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("text", ["a: [b", "just text", "model: {decoder: {d_modle: 3}}", "base: nowhere.yaml"])
+def test_config_file_that_does_not_work_is_named(text, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    assert main(["fit", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert "mine.yaml" in error or "d_modle" in error or "nowhere.yaml" in error
+
+
+def test_unknown_command_suggests_the_nearest(capsys):
+    assert main(["fot"]) == 2
+    assert "did you mean fit?" in capsys.readouterr().err
+
+
+def test_damaged_checkpoint_is_one_line(tmp_path, capsys):
+    damaged = tmp_path / "damaged.ckpt"
+    damaged.write_bytes(b"no checkpoint")
+    assert main(["validate", f"--ckpt_path={damaged}"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_debug_variable_brings_the_traceback():
+    process = in_own_process("describe", "--model.decoder.d_model=100", env={"MUTRANSFORMER_DEBUG": "1"})
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1 and "Traceback" in error and "ConfigError" in error
+
+
+def test_loss_that_is_not_finite_stops_with_step_and_checkpoint(corpus, tmp_path, capsys):
+    fast = ["--model.optimizer.algorithm=sgd", "--model.optimizer.learning_rate=1e30", "--checkpoint.every_n_steps=1"]
+    args = ["fit", *tiny(corpus, tmp_path, *fast, "--trainer.gradient_clip_val=null")]
+    assert main(args) == 1
+    error = capsys.readouterr().err
+    assert "at step" in error and len(error.splitlines()) == 1
+    checkpoints = list(tmp_path.rglob("last.ckpt"))
+    for path in checkpoints:
+        assert str(path) in error
+        weights = torch.load(path, weights_only=True)["state_dict"]
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+    assert main([*args, "--detect_nan=false"]) == 0
