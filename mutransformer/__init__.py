@@ -17,7 +17,6 @@ _LAZY = {
     "ScheduleConfig": "mutransformer.training.schedule",
 }
 
-__all__ = [*_LAZY, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

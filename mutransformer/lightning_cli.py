@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, cast
 
 import yaml
 from jsonargparse import ArgumentError, Namespace
@@ -149,7 +149,7 @@ class RunCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         if self.subcommand == "describe":
             return RunTrainer.__new__(RunTrainer)
-        config = self._section(self.config_init)
+        config = self._section(cast(Namespace, self.config_init))
         trainer, checkpoint = config.trainer, config.checkpoint
         check_precision(trainer.precision)
         for source in LINKS_TO_MODULE:
@@ -183,7 +183,7 @@ class RunCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Writes `config.yaml`, complete and re-runnable, into the run folder."""
-        folder = Path(self.trainer.log_dir)
+        folder = Path(str(self.trainer.log_dir))
         folder.mkdir(parents=True, exist_ok=True)
         parser = self._parser(self.subcommand)
         text = parser.dump(self._section(self.config), skip_none=False, skip_link_targets=True)

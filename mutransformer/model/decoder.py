@@ -49,9 +49,10 @@ class Decoder(nn.Module):
             logits_BLV.
         """
         config = self.config
-        dtype = self.compute_dtype or self.embedding.dtype
+        embedding_VD = self.get_parameter("embedding")
+        dtype = self.compute_dtype or embedding_VD.dtype
 
-        x_BLD = _times(F.embedding(tokens_BL, self.embedding).to(dtype), self.embedding_multiplier)
+        x_BLD = _times(F.embedding(tokens_BL, embedding_VD).to(dtype), self.embedding_multiplier)
         if config.embedding_norm:
             x_BLD = self._norm(x_BLD, "gain_embedding")
         tap("embedding", x_BLD)
@@ -62,7 +63,7 @@ class Decoder(nn.Module):
                 positions = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             rotary = rotary_table(positions, config.d_head, config.rotary_base, dtype)
 
-        stacked = {name: getattr(self, name).to(dtype).unbind(0) for name in self._stacked}
+        stacked = {name: self.get_parameter(name).to(dtype).unbind(0) for name in self._stacked}
         for i in range(config.n_layer):
             layer = {name: slices[i] for name, slices in stacked.items()}
             normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_attention"))
@@ -74,15 +75,15 @@ class Decoder(nn.Module):
             tap("residual", x_BLD)
 
         x_BLD = _times(self._norm(x_BLD, "gain_final"), self.logits_multiplier)
-        unembedding_VD = self.embedding if config.tie_embeddings else self.unembedding
-        bias_V = self.b_unembedding.to(dtype) if config.projection_biases else None
+        unembedding_VD = embedding_VD if config.tie_embeddings else self.get_parameter("unembedding")
+        bias_V = self.get_parameter("b_unembedding").to(dtype) if config.projection_biases else None
         logits_BLV = F.linear(x_BLD, unembedding_VD.to(dtype), bias_V)
         tap("logits", logits_BLV)
         return logits_BLV
 
     def _norm(self, x_BLD: torch.Tensor, gain: str) -> torch.Tensor:
         has_gain = self.config.norm_gains != "none"
-        return rms_norm(x_BLD, self.config.norm_eps, getattr(self, gain).to(x_BLD.dtype) if has_gain else None)
+        return rms_norm(x_BLD, self.config.norm_eps, self.get_parameter(gain).to(x_BLD.dtype) if has_gain else None)
 
 
 def _times(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from mutransformer.errors import Interrupted, NonFiniteError
 from mutransformer.training.module import DecoderModule
@@ -23,6 +24,10 @@ def log_scalars(trainer: Trainer, values: Mapping[str, float]) -> None:
     """Writes `values` to every logger at the count of optimizer steps done."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(values), step=trainer.global_step)
+
+
+def _log_interval(trainer: Trainer) -> int:
+    return max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]  # Lightning sets it outside the class
 
 
 class Metrics(Callback):
@@ -52,7 +57,7 @@ class Metrics(Callback):
         self, trainer: Trainer, pl_module: DecoderModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        is_due = step % max(1, trainer.log_every_n_steps) == 0 or step == trainer.max_steps
+        is_due = step % _log_interval(trainer) == 0 or step == trainer.max_steps
         values = {name: outputs[name].item() for name in ("loss", "grad_norm")} if is_due else {}
         self._n_tokens += batch["tokens"][:, 1:].numel() * trainer.world_size
         self._train_s += time.perf_counter() - self._started_at
@@ -62,7 +67,7 @@ class Metrics(Callback):
         interval_s = self._train_s - self._train_s_logged
         speed = (self._n_tokens - self._n_tokens_logged) / interval_s
         self._n_tokens_logged, self._train_s_logged = self._n_tokens, self._train_s
-        group = pl_module.optimizers().param_groups[0]
+        group = cast(LightningOptimizer, pl_module.optimizers()).param_groups[0]
         schedule = group["lr"] / group["initial_lr"] if group["initial_lr"] else 0.0
         log_scalars(
             trainer,
@@ -172,7 +177,7 @@ class DetectNonFinite(Callback):
     ) -> None:
         bad = ~torch.isfinite(outputs["loss"] + outputs["grad_norm"])
         self._is_bad = bad if self._is_bad is None else self._is_bad | bad
-        if pl_module.device.type == "cpu" or trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
+        if pl_module.device.type == "cpu" or trainer.global_step % _log_interval(trainer) == 0:
             self._raise_if_bad(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: DecoderModule, checkpoint: dict[str, Any]) -> None:

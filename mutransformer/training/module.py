@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
@@ -94,7 +95,7 @@ class DecoderModule(LightningModule):
         self.loss_mean_over = loss_mean_over
         self.compile_decoder = compile
         self.run_config: dict[str, Any] = {}
-        self.decoder: Decoder | None = None
+        self.decoder: Decoder = None  # type: ignore[assignment]  # made by configure_model
         self.val_loss = MeanMetric(nan_strategy="disable")
         if n_micro_batch < 1:
             raise ConfigError("trainer.accumulate_grad_batches", n_micro_batch, "must be at least 1", "use 1")
@@ -144,7 +145,7 @@ class DecoderModule(LightningModule):
         Returns:
             `loss`, the mean over the targets that count, and `grad_norm` before clipping; scalars on the device.
         """
-        optimizer = self.optimizers()
+        optimizer = cast(LightningOptimizer, self.optimizers())
         optimizer.zero_grad(set_to_none=True)
         n_targets, n_positions = _counts(batch)
         denominator = n_targets if self.loss_mean_over == "targets" else n_positions
@@ -155,7 +156,7 @@ class DecoderModule(LightningModule):
             loss_sums.append(loss_sum.detach())
         grad_norm = clip_by_global_norm(self.decoder.parameters(), self.gradient_clip)
         optimizer.step()
-        self.lr_schedulers().step()
+        cast(LambdaLR, self.lr_schedulers()).step()
         return {"loss": torch.stack(loss_sums).sum() / n_targets, "grad_norm": grad_norm}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
