@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 from mutransformer import __version__
-from mutransformer.errors import EXIT_NON_FINITE, EXIT_USER_ERROR, ConfigError, Interrupted, NonFiniteError
+from mutransformer.errors import EXIT_FAILURE, EXIT_USER_ERROR, ConfigError, Interrupted, NonFiniteError, SaveError
 
 COMMANDS = {
     "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None: those of the process.
     Returns:
-        0 done; 1 training met a loss that is not finite; 2 a user's mistake; 130 and 143 stopped by SIGINT, SIGTERM
+        0 done; 1 training met a loss that is not finite, or the disk a failure; 2 a user's mistake; 130 and 143 stopped by SIGINT, SIGTERM
         with the state saved.
     """
     args = list(sys.argv[1:] if argv is None else argv)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         _run(args)
-    except (ConfigError, NonFiniteError, Interrupted, KeyboardInterrupt) as error:
+    except (ConfigError, NonFiniteError, SaveError, OSError, Interrupted, KeyboardInterrupt) as error:
         if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
             raise
         return _report(error)
@@ -71,7 +71,7 @@ def _report(error: BaseException) -> int:
         print("\nSIGINT: stopped before the first step; nothing to resume", file=sys.stderr)
         return 128 + signal.SIGINT
     print(f"mutransformer: {error}", file=sys.stderr)
-    return EXIT_NON_FINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
+    return EXIT_USER_ERROR if isinstance(error, ConfigError) else EXIT_FAILURE
 
 
 def _run(args: list[str]) -> None:

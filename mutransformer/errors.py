@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 EXIT_USER_ERROR = 2
-EXIT_NON_FINITE = 1
+EXIT_FAILURE = 1
 
 
 class ConfigError(ValueError):
@@ -24,6 +24,10 @@ class ConfigError(ValueError):
 
 class NonFiniteError(RuntimeError):
     """Training met a loss or a gradient norm that is NaN or infinite; the message names step and last good checkpoint."""
+
+
+class SaveError(RuntimeError):
+    """A file could not be written whole (full disk, quota, permissions); what was there before is intact."""
 
 
 class Interrupted(RuntimeError):

@@ -6,6 +6,7 @@ Imported by `cli.main` only once a subcommand is to run, as it pulls in torch an
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Literal, Optional, cast
@@ -188,6 +189,9 @@ class RunCLI(LightningCLI):
         parser = self._parser(self.subcommand)
         text = parser.dump(self._section(self.config), skip_none=False, skip_link_targets=True)
         (folder / "config.yaml").write_text(text)
+        for warning in self.model.plan.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        print(f"{self.model.plan.count:,} parameters, {self.datamodule.tokens_per_batch:,} tokens a step, into {folder}")
 
     def after_fit(self) -> None:
         """Validates at the last step where the run did not, and says what came out and what to do next."""

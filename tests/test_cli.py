@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,11 @@ def test_describe_formats_agree(capsys):
     assert f"{plan['totals']['count']:,} parameters" in table
 
 
+def test_fit_repeats_the_warnings_of_the_plan(corpus, tmp_path, capsys):
+    assert main(["fit", *tiny(corpus, tmp_path, "--model.parametrization.rules=sp", "--trainer.max_steps=1")]) == 0
+    assert "rules sp" in capsys.readouterr().err
+
+
 def test_describe_warns_of_what_does_not_transfer(capsys):
     args = ["--model.decoder.norm_gains=vector", "--model.parametrization.n_base_layer=2", "--model.decoder.n_layer=8"]
     warnings = described(capsys, *args)["warnings"]
@@ -221,3 +227,21 @@ def test_loss_that_is_not_finite_stops_with_step_and_checkpoint(corpus, tmp_path
         weights = torch.load(path, weights_only=True)["state_dict"]
         assert all(torch.isfinite(tensor).all() for tensor in weights.values())
     assert main([*args, "--detect_nan=false"]) == 0
+
+
+def test_file_that_cannot_grow_leaves_the_last_checkpoint_and_says_so(corpus, tmp_path):
+    """A limit on the size of files stands for a full disk: the write fails in the middle, for real."""
+    plain = tiny(corpus, tmp_path, "--trainer.max_steps=10")
+    assert main(["fit", *plain]) == 0
+    checkpoint = last_checkpoint(tmp_path)
+    size = checkpoint.stat().st_size
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    again = [*plain, "--trainer.max_steps=20", f"--ckpt_path={checkpoint}", f"--checkpoint.dirpath={checkpoint.parent}"]
+    process = in_own_process("fit", *again, preexec_fn=limit)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1 and "could not be written" in error and "Traceback" not in error
+    assert [path.name for path in checkpoint.parent.iterdir() if path.name.startswith(".")] == []
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 10

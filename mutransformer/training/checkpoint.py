@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from mutransformer.errors import ConfigError
+from mutransformer.errors import ConfigError, SaveError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes to a temporary name in the same folder, flushes to the disk, then renames; remote paths as Lightning."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Replaces `path` by the checkpoint, or leaves it as it was.
+
+        Raises:
+            SaveError: the file could not be written whole.
+        """
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -28,8 +33,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except BaseException:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
+            if isinstance(error, (OSError, RuntimeError)):  # torch.save turns a full disk into a RuntimeError
+                reason = error.__context__ if isinstance(error.__context__, OSError) else error
+                raise SaveError(f"checkpoint {path} could not be written ({reason}); what was there is intact") from error
             raise
 
 
