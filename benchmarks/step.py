@@ -46,7 +46,9 @@ class PlainBlock(nn.Module):
     def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         h = F.rms_norm(x, (width,), eps=1e-5)
-        q, k, v = (p(h).view(batch, length, -1, self.d_head).transpose(1, 2) for p in (self.query, self.key, self.value))
+        q, k, v = (
+            p(h).view(batch, length, -1, self.d_head).transpose(1, 2) for p in (self.query, self.key, self.value)
+        )
         q, k = rotate(q, rotary), rotate(k, rotary)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / self.d_head)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))

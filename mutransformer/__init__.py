@@ -18,7 +18,6 @@ _LAZY = {
 }
 
 
-
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

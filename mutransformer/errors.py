@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """Training met a loss or a gradient norm that is NaN or infinite; the message names step and last good checkpoint."""
+    """A loss or gradient norm is NaN or infinite; the message names the step and the last good checkpoint."""
 
 
 class SaveError(RuntimeError):

@@ -109,7 +109,9 @@ def test_precedence_is_command_line_then_later_file_then_earlier_file_then_base(
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
 def test_config_file_instantiates(name, capsys):
-    below = [] if name in ("base.yaml", *(f"{size}.yaml" for size in LADDER)) else ["--config", str(CONFIGS / "small.yaml")]
+    below = (
+        [] if name in ("base.yaml", *(f"{size}.yaml" for size in LADDER)) else ["--config", str(CONFIGS / "small.yaml")]
+    )
     plan = described(capsys, *below, "--config", str(CONFIGS / name))
     assert plan["totals"]["count"] > 0
     header = (CONFIGS / name).read_text().split("\n\n")[0]

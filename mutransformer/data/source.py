@@ -81,6 +81,9 @@ class TextSource:
                 n_documents += 1
                 yield document
         if n_documents == 0:
+            if n_read == 0 or self.validation_split is not None:
+                rule = f"holds no document to {'train' if split == 'train' else 'validate'} on"
+                raise ConfigError("data.dataset", self.dataset, rule, "check that it holds text")
             rule = f"leaves no document in the {split} split, of {n_read} read from data.dataset={self.dataset!r}"
             remedy = "give more documents (a text file counts as one) or another fraction"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, remedy)

@@ -59,8 +59,8 @@ class TokenWindows:
         Args:
             documents: the texts.
             tokenizer: makes their ids.
-            separator: the token id between documents; below vocab_size.
-            vocab_size: every id must be below it; above 65,536 the stream is uint32, else uint16.
+            separator: the token id before, between and after documents.
+            vocab_size: every id must be below it, the separator too; above 65,536 the stream is uint32, else uint16.
             sequence_len: L, see the class.
         Returns:
             The windows of the stream.
@@ -68,7 +68,6 @@ class TokenWindows:
             ConfigError: when an id is not below vocab_size, or the stream is shorter than one window.
         """
         dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-        separator_ids = np.array([separator], dtype)
         n_bytes = 0
 
         def counted() -> Iterator[bytes]:
@@ -77,14 +76,17 @@ class TokenWindows:
                 n_bytes += len(document)
                 yield document
 
+        def narrowed(ids: np.ndarray) -> np.ndarray:
+            if ids.size and (largest := int(ids.max())) >= vocab_size:
+                rule = f"must be above every token id, and there is {largest}"
+                remedy = f"use at least {max(largest + 1, len(tokenizer))}"
+                raise ConfigError("data.vocab_size", vocab_size, rule, remedy)
+            return ids.astype(dtype, copy=False)
+
+        separator_ids = narrowed(np.array([separator]))
         pieces = [separator_ids]
         for ids in tokenizer.encode_documents(counted()):
-            if ids.size and (largest := int(ids.max())) >= vocab_size:
-                rule = f"must be above every token id, and the tokenizer made {largest}"
-                raise ConfigError(
-                    "data.vocab_size", vocab_size, rule, f"use at least {max(largest + 1, len(tokenizer))}"
-                )
-            pieces += (ids.astype(dtype, copy=False), separator_ids)
+            pieces += (narrowed(ids), separator_ids)
         return cls(np.concatenate(pieces), n_bytes, sequence_len)
 
     def __getitem__(self, indices: np.ndarray) -> Tensor:
@@ -183,7 +185,7 @@ class WindowLoader:
             ConfigError: when the position belongs to other data, batches or order; names the first that differs.
         """
         for item, ours in self._fingerprint().items():
-            if (theirs := state[item]) != ours:
+            if (theirs := state.get(item)) != ours:
                 field = _FIELD_OF.get(item, "data.dataset")
                 rule = f"the checkpoint's place in the data is for {item}={theirs!r}, this run has {item}={ours!r}"
                 remedy = "set the data options as they were, or start anew without the checkpoint"

@@ -135,9 +135,7 @@ class DecoderConfig:
         ]
         if self.norm_gains != "scalar":
             return specs
-        return [
-            replace(spec, axes=(*spec.axes[:-1], "one")) if spec.role is Role.GAIN else spec for spec in specs
-        ]
+        return [replace(spec, axes=(*spec.axes[:-1], "one")) if spec.role is Role.GAIN else spec for spec in specs]
 
     def axis_sizes(self) -> dict[str, int]:
         """Logical axis -> size."""

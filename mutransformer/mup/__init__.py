@@ -1,1 +1,1 @@
-"""The parametrization: roles of tensors, scaling rules, the plan they give, and initialization. Imports torch in `init` alone."""
+"""The parametrization: roles, scaling rules, the plan they give, initialization. Only `init` imports torch."""

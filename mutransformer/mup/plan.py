@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mutransformer.errors import ConfigError
 from mutransformer.mup import rules
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig
-from mutransformer.mup.roles import TensorSpec, UnclaimedParameterError
+from mutransformer.mup.roles import Kind, TensorSpec, UnclaimedParameterError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +160,7 @@ def build_plan(
             logits_multiplier = forward
         elif spec.name == "embedding" and is_tied:
             logits_multiplier *= rules.unembedding_forward(fans, parametrization)
+        has_fan_in = spec.kind in (Kind.HIDDEN, Kind.OUTPUT)
         width_factor = width_rule(fans, parametrization)
         lr = (
             optimizer.learning_rate
@@ -176,7 +177,7 @@ def build_plan(
                 axes=spec.axes,
                 fan_in=fans.fan_in,
                 fan_out=fans.fan_out,
-                width_multiple=fans.fan_in_multiple if spec.kind.value in ("hidden", "output") else fans.fan_out_multiple,
+                width_multiple=fans.fan_in_multiple if has_fan_in else fans.fan_out_multiple,
                 init_mean=rules.init_mean(fans),
                 init_std=rules.init_std(fans, parametrization),
                 forward_multiplier=forward,
@@ -194,4 +195,3 @@ def build_plan(
         residual_multiplier=rules.residual_factor(depth_multiple, parametrization),
         qk_scale=rules.qk_scale(sizes["head_dim"], parametrization),
     )
-

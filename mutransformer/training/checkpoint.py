@@ -37,7 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             temporary.unlink(missing_ok=True)
             if isinstance(error, (OSError, RuntimeError)):  # torch.save turns a full disk into a RuntimeError
                 reason = error.__context__ if isinstance(error.__context__, OSError) else error
-                raise SaveError(f"checkpoint {path} could not be written ({reason}); what was there is intact") from error
+                message = f"checkpoint {path} could not be written ({reason}); what was there is intact"
+                raise SaveError(message) from error
             raise
 
 

@@ -213,9 +213,7 @@ def _as_config(cls: type, value: Any) -> Any:
     """A config object, also from the plain dict that a checkpoint holds."""
     if not isinstance(value, Mapping):
         return value
-    nested = {
-        name: RoleMultipliers(**item) if isinstance(item, Mapping) else item for name, item in value.items()
-    }
+    nested = {name: RoleMultipliers(**item) if isinstance(item, Mapping) else item for name, item in value.items()}
     return cls(**nested)
 
 

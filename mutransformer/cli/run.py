@@ -9,7 +9,7 @@ import logging
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal, Optional, cast
+from typing import Any, ClassVar, Literal, cast
 
 import yaml
 from jsonargparse import ArgumentError, Namespace
@@ -19,11 +19,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from mutransformer.config_files import flatten, given_keys, in_order_of_precedence
+from mutransformer.cli.config_files import flatten, given_keys, in_order_of_precedence
+from mutransformer.cli.describe import print_plan
+from mutransformer.cli.parse_errors import from_message
 from mutransformer.data.datamodule import TextDataModule
-from mutransformer.describe import print_plan
 from mutransformer.errors import ConfigError
-from mutransformer.parse_errors import from_message
 from mutransformer.training.callbacks import (
     DetectNonFinite,
     LossPlot,
@@ -70,7 +70,7 @@ class RunCLI(LightningCLI):
         args: command line after the subcommand.
     """
 
-    COMMANDS: dict[str, set[str]] = {
+    COMMANDS: ClassVar[dict[str, set[str]]] = {
         "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
         "validate": {"model", "dataloaders", "datamodule", "weights_only"},
         "test": {"model", "dataloaders", "datamodule", "weights_only"},
@@ -106,7 +106,7 @@ class RunCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
-        parser.add_argument("--base", type=Optional[str], help="In a file: another that it is laid over, relative to it.")
+        parser.add_argument("--base", type=str | None, help="In a file: another it is laid over, relative to it.")
         parser.add_argument(
             "--detect_nan", type=bool, default=True, help="Stop at the first loss or gradient that is not finite."
         )
@@ -191,7 +191,8 @@ class RunCLI(LightningCLI):
         (folder / "config.yaml").write_text(text)
         for warning in self.model.plan.warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        print(f"{self.model.plan.count:,} parameters, {self.datamodule.tokens_per_batch:,} tokens a step, into {folder}")
+        n_tokens = self.datamodule.tokens_per_batch
+        print(f"{self.model.plan.count:,} parameters, {n_tokens:,} tokens a step, into {folder}")
 
     def after_fit(self) -> None:
         """Validates at the last step where the run did not, and says what came out and what to do next."""
@@ -263,4 +264,3 @@ def _as_list(value: Any) -> list[Any]:
 
 def _has_progress_bar(callbacks: Any) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in _as_list(callbacks))
-

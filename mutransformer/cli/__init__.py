@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None: those of the process.
     Returns:
-        0 done; 1 training met a loss that is not finite, or the disk a failure; 2 a user's mistake; 130 and 143 stopped by SIGINT, SIGTERM
-        with the state saved.
+        0 done; 1 training met a loss that is not finite, or the disk a failure; 2 a user's mistake; 130 and 143
+        stopped by SIGINT and SIGTERM with the state saved.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args in ([], ["-h"], ["--help"]):
@@ -83,10 +83,6 @@ def _run(args: list[str]) -> None:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module="lightning")
-    from mutransformer.lightning_cli import RunCLI
+    from mutransformer.cli.run import RunCLI
 
     RunCLI(command, rest)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+
+from mutransformer.data.tokenizer import ByteTokenizer
+from mutransformer.data.windows import InOrderLoader, TokenWindows, WindowLoader
+from mutransformer.errors import ConfigError
+
+L = 4
+
+
+def counting_windows(n_windows: int, n_extra_tokens: int = 0, sequence_len: int = L) -> TokenWindows:
+    """Windows over the stream 0, 1, 2, ..., so that a token says where it was read."""
+    n_tokens = n_windows * sequence_len + 1 + n_extra_tokens
+    return TokenWindows(np.arange(n_tokens, dtype=np.uint16), n_bytes=n_tokens, sequence_len=sequence_len)
+
+
+def window_numbers(batches) -> list[list[int]]:
+    return [(batch["tokens"][:, 0] // L).tolist() for batch in batches]
+
+
+def epoch_of(loader) -> list[int]:
+    return list(chain.from_iterable(window_numbers(loader)))
+
+
+def error_of(field: str, function, *args, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*args, **kwargs)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# The stream and its windows
+
+
+def from_documents(documents, vocab_size=384, separator=1, sequence_len=L) -> TokenWindows:
+    return TokenWindows.from_documents(
+        documents, ByteTokenizer(), separator=separator, vocab_size=vocab_size, sequence_len=sequence_len
+    )
+
+
+def test_stream_has_a_separator_before_between_and_after_documents():
+    windows = from_documents(["ab", b"", "é"], separator=300, sequence_len=2)
+    assert windows.tokens.tolist() == [300, 100, 101, 300, 300, 0xC3 + 3, 0xA9 + 3, 300]
+    assert windows.n_bytes == 4
+    assert windows.bytes_per_token == 4 / 7
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(384, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_stream_is_as_narrow_as_the_vocabulary_allows(vocab_size, dtype):
+    windows = from_documents(["some text"], vocab_size=vocab_size, separator=vocab_size - 1)
+    assert windows.tokens.dtype == dtype
+    assert windows.tokens[0] == vocab_size - 1
+    assert windows[np.arange(2)].dtype == torch.int64
+
+
+def test_id_outside_the_vocabulary_is_refused():
+    error_of("data.vocab_size", from_documents, ["abz"], vocab_size=126, separator=126)
+    message = error_of("data.vocab_size", from_documents, ["abz"], vocab_size=125)
+    assert "125" in message and "at least 384" in message
+    assert from_documents(["abz"], vocab_size=126).tokens.max() == 125
+
+
+@pytest.mark.parametrize("n_extra_tokens", range(L))
+def test_each_token_but_the_first_is_a_target_once(n_extra_tokens):
+    windows = counting_windows(5, n_extra_tokens)
+    tokens = windows[np.arange(windows.n_windows)]
+    assert tokens.shape == (5, L + 1)
+    assert torch.equal(tokens[:, 1:].flatten(), torch.arange(1, 5 * L + 1))
+    assert torch.equal(tokens[:, :-1] + 1, tokens[:, 1:])
+    with pytest.raises(IndexError):
+        windows[np.array([5])]
+
+
+def test_windows_come_in_the_order_asked_for():
+    assert counting_windows(5)[np.array([3, 0])].tolist() == [[12, 13, 14, 15, 16], [0, 1, 2, 3, 4]]
+
+
+def test_stream_shorter_than_a_window_is_refused():
+    message = error_of("data.sequence_len", TokenWindows, np.arange(4, dtype=np.uint16), 4, 4)
+    assert "use at most 3" in message
+    assert TokenWindows(np.arange(4, dtype=np.uint16), 4, 3).n_windows == 1
+
+
+# Training batches
+
+
+def test_epoch_reads_each_window_once_but_the_leftover():
+    loader = WindowLoader(counting_windows(23), 5 * L)
+    batches = window_numbers(loader)
+    assert len(batches) == len(loader) == 4
+    assert [len(batch) for batch in batches] == [5] * 4
+    read = list(chain.from_iterable(batches))
+    assert len(set(read)) == 20 and set(read) <= set(range(23))
+    assert loader.n_leftover_windows == 3
+
+
+def test_epochs_differ_and_seeds_differ():
+    def epochs(seed):
+        loader = WindowLoader(counting_windows(20), 5 * L, seed=seed)
+        return [epoch_of(loader) for _ in range(3)]
+
+    first = epochs(seed=0)
+    assert all(sorted(epoch) == list(range(20)) for epoch in first)
+    assert first[0] != first[1] != first[2] != first[0]
+    assert first == epochs(seed=0)
+    assert not any(a == b for a, b in zip(first, epochs(seed=1), strict=True))
+
+
+def test_without_shuffle_windows_come_in_order():
+    loader = WindowLoader(counting_windows(7), 3 * L, shuffle=False)
+    assert window_numbers(loader) == window_numbers(loader) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("make", [WindowLoader, InOrderLoader])
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_ranks_together_read_the_global_batch(make, world_size):
+    windows = counting_windows(30)
+    alone = [batch["tokens"] for batch in make(windows, 6 * L)]
+    ranks = [
+        [batch["tokens"] for batch in make(windows, 6 * L, rank=rank, world_size=world_size)]
+        for rank in range(world_size)
+    ]
+    assert len(alone) == 5
+    for batch, shares in zip(alone, zip(*ranks, strict=True), strict=True):
+        assert {len(share) for share in shares} == {6 // world_size}
+        assert torch.equal(torch.cat(shares), batch)
+
+
+@pytest.mark.parametrize("make", [WindowLoader, InOrderLoader])
+@pytest.mark.parametrize("tokens_per_batch, would_do", [(7 * L, 6 * L), (L, 3 * L), (6 * L + 1, 6 * L)])
+def test_batch_that_ranks_cannot_share_is_refused(make, tokens_per_batch, would_do):
+    windows = counting_windows(30)
+    message = error_of("data.tokens_per_batch", make, windows, tokens_per_batch, world_size=3)
+    assert message.endswith(f"use {would_do}")
+    make(windows, would_do, world_size=3)
+
+
+@pytest.mark.parametrize("world_size, would_do", [(1, 5 * L), (2, 4 * L)])
+def test_fewer_windows_than_a_batch_are_refused(world_size, would_do):
+    windows = counting_windows(5)
+    message = error_of("data.tokens_per_batch", WindowLoader, windows, 6 * L, world_size=world_size)
+    assert message.endswith(f"use at most {would_do}")
+    assert len(WindowLoader(windows, would_do, world_size=world_size)) == 1
+
+
+def test_fewer_windows_than_ranks_are_refused():
+    error_of("data.tokens_per_batch", WindowLoader, counting_windows(2), 3 * L, world_size=3)
+    error_of("data.sequence_len", InOrderLoader, counting_windows(2), 3 * L, world_size=3)
+
+
+# The place in the data
+
+
+def endlessly(loader):
+    while True:
+        yield from loader
+
+
+def test_resumes_at_any_batch():
+    windows = counting_windows(23)
+    expected = window_numbers(islice(endlessly(WindowLoader(windows, 5 * L)), 12))
+    for n_before in range(12):
+        first = WindowLoader(windows, 5 * L)
+        before = window_numbers(islice(endlessly(first), n_before))
+        state = first.state_dict()
+        assert (state["epoch"], state["batch"]) == divmod(n_before, 4)
+        second = WindowLoader(windows, 5 * L)
+        second.load_state_dict(state)
+        rest_of_epoch = window_numbers(second)
+        assert len(rest_of_epoch) == 4 - n_before % 4
+        after = window_numbers(islice(endlessly(second), 12 - n_before - len(rest_of_epoch)))
+        assert before + rest_of_epoch + after == expected
+
+
+def test_state_holds_plain_numbers_and_strings():
+    loader = WindowLoader(counting_windows(23), 5 * L)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert {type(value) for value in state.values()} == {int, str}
+    assert (state["epoch"], state["batch"]) == (0, 1)
+
+
+def test_a_second_iterator_loses_nothing():
+    loader = WindowLoader(counting_windows(20), 5 * L)
+    expected = window_numbers(WindowLoader(counting_windows(20), 5 * L))
+    iter(loader)
+    unused = iter(loader)
+    assert window_numbers([next(iter(loader))]) == expected[:1]
+    assert window_numbers(loader) == expected[1:]
+    assert window_numbers([next(unused)]) != expected[:1]  # it would go on in the next epoch
+
+
+def other_tokens(windows: TokenWindows) -> TokenWindows:
+    tokens = windows.tokens.copy()
+    tokens[-1] += 1
+    return TokenWindows(tokens, windows.n_bytes, windows.sequence_len)
+
+
+@pytest.mark.parametrize(
+    "field, item, change",
+    [
+        ("data.sequence_len", "sequence_len", lambda: WindowLoader(counting_windows(46, sequence_len=2), 20)),
+        ("data.tokens_per_batch", "rows_per_batch", lambda: WindowLoader(counting_windows(23), 6 * L)),
+        ("data.shuffle_seed", "shuffle_seed", lambda: WindowLoader(counting_windows(23), 5 * L, seed=1)),
+        ("data.dataset", "shuffle", lambda: WindowLoader(counting_windows(23), 5 * L, shuffle=False)),
+        ("data.dataset", "tokens_sha256", lambda: WindowLoader(other_tokens(counting_windows(23)), 5 * L)),
+        ("data.dataset", "tokens_sha256", lambda: WindowLoader(counting_windows(24), 5 * L)),
+    ],
+)
+def test_state_of_other_data_is_refused(field, item, change):
+    state = WindowLoader(counting_windows(23), 5 * L).state_dict()
+    other = change()
+    message = error_of(field, other.load_state_dict, state)
+    assert f"{item}={state[item]!r}" in message
+    assert f"{item}={other.state_dict()[item]!r}" in message
+    assert state[item] != other.state_dict()[item]
+
+
+def test_state_fits_any_number_of_ranks():
+    windows = counting_windows(23)
+    alone = WindowLoader(windows, 6 * L)
+    expected = [batch["tokens"] for batch in alone]
+    alone = WindowLoader(windows, 6 * L)
+    next(iter(alone))
+    ranks = [WindowLoader(windows, 6 * L, rank=rank, world_size=2) for rank in range(2)]
+    for loader in ranks:
+        loader.load_state_dict(alone.state_dict())
+    for batch, *shares in zip(expected[1:], *ranks, strict=True):
+        assert torch.equal(torch.cat([share["tokens"] for share in shares]), batch)
+
+
+# Validation batches
+
+
+def test_validation_reads_all_windows_in_order_each_time():
+    loader = InOrderLoader(counting_windows(7), 3 * L)
+    expected = [[0, 1, 2], [3, 4, 5], [6]]
+    assert len(loader) == 3
+    assert loader.n_leftover_windows == 0
+    assert window_numbers([next(iter(loader))]) == expected[:1]
+    assert window_numbers(loader) == window_numbers(loader) == expected
+
+
+def test_validation_may_have_fewer_windows_than_a_batch():
+    assert window_numbers(InOrderLoader(counting_windows(2), 6 * L)) == [[0, 1]]
+
+
+def test_validation_gives_ranks_equally_many_rows():
+    ranks = [InOrderLoader(counting_windows(8), 6 * L, rank=rank, world_size=3) for rank in range(3)]
+    assert [window_numbers(loader) for loader in ranks] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    assert {loader.n_leftover_windows for loader in ranks} == {2}
+    assert {len(loader) for loader in ranks} == {1}
