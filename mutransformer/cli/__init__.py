@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         _run(args)
+    except BrokenPipeError:  # whoever read our output has left, as in `describe | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ConfigError, NonFiniteError, SaveError, OSError, Interrupted, KeyboardInterrupt) as error:
         if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
             raise

@@ -24,16 +24,14 @@ def in_order_of_precedence(args: Sequence[str]) -> list[str]:
         ConfigError: a file that does not exist or is not a YAML mapping; bases that go in a circle.
     """
     files, rest = _split(args)
-    bases = [base for file in files for base in _bases(Path(file), ())]
-    ordered = [*dict.fromkeys(bases), *files]
-    return [*(part for file in ordered for part in ("--config", file)), *rest]
+    return [*(part for file in _with_bases(files) for part in ("--config", file)), *rest]
 
 
 def given_keys(args: Sequence[str]) -> set[str]:
     """The dotted keys that were set, on the command line or in files; all others have their defaults."""
     files, rest = _split(args)
     typed = {arg.partition("=")[0].removeprefix("--") for arg in rest if arg.startswith("--")}
-    return typed.union(*(flatten(_read(Path(file))) for file in files))
+    return typed.union(*(flatten(_read(Path(file))) for file in _with_bases(files)))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -57,6 +55,11 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             raise ConfigError("--config", ..., "names no file", "give the path of a YAML file")
     return files, rest
+
+
+def _with_bases(files: Sequence[str]) -> list[str]:
+    """The files with what they are laid over before them all."""
+    return [*dict.fromkeys(base for file in files for base in _bases(Path(file), ())), *files]
 
 
 def _read(file: Path) -> dict[str, Any]:

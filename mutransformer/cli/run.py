@@ -40,10 +40,22 @@ LINKS_TO_MODULE = {
     "trainer.accumulate_grad_batches": "model.n_micro_batch",
     "trainer.gradient_clip_val": "model.gradient_clip",
 }
-LINKS = {
-    "data.sequence_len": "model.decoder.sequence_len",
-    "trainer.max_steps": "model.schedule.total_steps",
-    **LINKS_TO_MODULE,
+# (set by the user, follows from it, how)
+LINKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("data.sequence_len", "model.decoder.sequence_len", {}),
+    ("data.vocab_size", "model.decoder.vocab_size", {"apply_on": "instantiate"}),
+    ("trainer.max_steps", "model.schedule.total_steps", {}),
+    ("seed_everything", "model.seed", {"compute_fn": int}),
+    *((source, target, {}) for source, target in LINKS_TO_MODULE.items()),
+)
+
+TRAINER_DEFAULTS = {
+    "max_steps": 1000,
+    "num_sanity_val_steps": 0,
+    "check_val_every_n_epoch": None,  # validation by optimizer steps, whatever the length of an epoch
+    "val_check_interval": 200,
+    "enable_model_summary": False,
+    "default_root_dir": "runs",
 }
 
 # settings of the model that a resumed run may change: they do not change what the weights mean
@@ -85,14 +97,7 @@ class RunCLI(LightningCLI):
             DecoderModule,
             TextDataModule,
             trainer_class=RunTrainer,
-            trainer_defaults={
-                "max_steps": 1000,
-                "num_sanity_val_steps": 0,
-                "check_val_every_n_epoch": None,  # validation by optimizer steps, whatever the length of an epoch
-                "val_check_interval": 200,
-                "enable_model_summary": False,
-                "default_root_dir": "runs",
-            },
+            trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=1,
             parser_kwargs={"exit_on_error": False, subcommand: {"exit_on_error": False}},
             save_config_callback=None,
@@ -110,10 +115,8 @@ class RunCLI(LightningCLI):
         parser.add_argument(
             "--detect_nan", type=bool, default=True, help="Stop at the first loss or gradient that is not finite."
         )
-        for source, target in LINKS.items():
-            parser.link_arguments(source, target)
-        parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
-        parser.link_arguments("data.vocab_size", "model.decoder.vocab_size", apply_on="instantiate")
+        for source, target, how in LINKS:
+            parser.link_arguments(source, target, **how)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         try:

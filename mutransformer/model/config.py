@@ -179,25 +179,27 @@ class DecoderConfig:
             parametrization=parametrization,
             optimizer=optimizer,
         )
-        return replace(plan, warnings=tuple(self._warnings(parametrization, optimizer)))
+        return replace(plan, warnings=tuple(self._warnings(plan, parametrization, optimizer)))
 
-    def _warnings(self, parametrization: ParametrizationConfig, optimizer: OptimizerConfig) -> list[str]:
+    def _warnings(self, plan: Plan, p: ParametrizationConfig, optimizer: OptimizerConfig) -> list[str]:
         """What is known not to transfer (arXiv 2404.05728), or starts badly, in the settings given."""
-        p = parametrization
-        if p.rules == "sp":
-            return ["rules sp: the best learning rate moves with width (the control, not for transfer)"]
-        tied_std = p.embedding_init_std * self.d_model**0.5 * abs(p.output_multiplier) * p.d_base / self.d_model
+        is_mup = p.rules != "sp"
+        tied_std = p.embedding_init_std * self.d_model**0.5 * abs(plan.logits_multiplier)
+        tied_remedy = p.output_multiplier / (tied_std * self.d_model**0.5)  # an untied model starts at d_model^-1/2
         checks = {
-            "norm_gains: learned gains of norms broke transfer in Lingle's study": self.norm_gains != "none",
-            "algorithm lion: its best learning rate moved with width in Lingle's study": optimizer.algorithm == "lion",
+            "rules sp: the best learning rate moves with width (the control, not for transfer)": not is_mup,
+            "norm_gains: learned gains of norms broke transfer in Lingle's study": is_mup and self.norm_gains != "none",
+            "algorithm lion: its best learning rate moved with width in Lingle's study": (
+                is_mup and optimizer.algorithm == "lion"
+            ),
             "decay coupled: the best learning rate moved with width in Lingle's study; independent did not": (
-                optimizer.decay == "coupled" and optimizer.weight_decay > 0
+                is_mup and optimizer.decay == "coupled" and optimizer.weight_decay > 0
             ),
             "n_layer differs from n_base_layer without a depth rule: the learning rate need not transfer": (
                 p.depth_rule == "none" and p.n_base_layer is not None and p.n_base_layer != self.n_layer
             ),
             f"tie_embeddings: logits start with a standard deviation of about {tied_std:.3g}; "
-            f"output_multiplier={1 / p.d_base:.3g} starts as small as an untied model": (
+            f"output_multiplier={tied_remedy:.3g} starts as small as an untied model": (
                 self.tie_embeddings and tied_std > 2
             ),
         }

@@ -74,7 +74,8 @@ class ParametrizationConfig:
         weight_decay_multiplier: factor a role on the weight decay; biases and gains are not decayed by default.
         depth_rule: `completep` scales residual branches by depth (arXiv 2505.01618), `none` does not.
         depth_alpha: exponent of the depth rule; 1 keeps the learning rate over depth, 1/2 is the other known choice.
-        n_base_layer: depth at which the depth rule changes nothing; null: the decoder's own depth.
+        n_base_layer: depth at which the depth rule changes nothing; needed by completep;
+            where it is given, a different depth without a depth rule is warned of.
     """
 
     rules: Literal["mup", "mup_absolute", "sp"] = "mup"
@@ -110,6 +111,10 @@ class ParametrizationConfig:
         self.weight_decay_multiplier.check(f"{section}.weight_decay_multiplier")
         if not 0.5 <= self.depth_alpha <= 1:
             raise ConfigError(f"{section}.depth_alpha", self.depth_alpha, "must lie in 0.5 to 1", "use 1")
+        if self.depth_rule == "completep" and self.n_base_layer is None:
+            raise ConfigError(
+                f"{section}.n_base_layer", None, "depth_rule completep scales from a base depth", "give that depth"
+            )
         if self.rules == "mup_absolute" and self.unembedding_form == "B":
             raise ConfigError(
                 f"{section}.unembedding_form", "B", "is relative to d_base, which mup_absolute does not use", "use A"

@@ -42,13 +42,19 @@ class Metrics(Callback):
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
         self.val_step = -1
-        self._n_tokens = self._n_tokens_logged = 0
+        self._n_tokens = self._n_tokens_logged = self._n_tokens_before = 0
         self._train_s = self._train_s_logged = 0.0
         self._started_at = 0.0
 
     @property
     def tokens_per_s(self) -> float:
         return self._n_tokens / self._train_s if self._train_s else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_tokens": self._n_tokens_before + self._n_tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._n_tokens_before = state_dict["n_tokens"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._started_at = time.perf_counter()
@@ -76,7 +82,7 @@ class Metrics(Callback):
                 "grad_norm": values["grad_norm"],
                 "schedule": schedule,
                 "tokens_per_s": speed,
-                "tokens": float(self._n_tokens),
+                "tokens": float(self._n_tokens_before + self._n_tokens),
             },
         )
         shown = {"train_loss": values["loss"], "tokens/s": speed}
