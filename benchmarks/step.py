@@ -89,6 +89,7 @@ class Clock(Callback):
 
 
 def main() -> None:
+    """Runs the benchmark and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"d_model": 128, "n_layer": 4, "d_head": 64, "sequence_len": 256, "vocab_size": 384}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -7,7 +7,8 @@ Prints a table (quantity, largest absolute difference, tolerance). Three kinds o
 - one run: `config_json`, `tokens` [batches, B, T], `init/W`, and any of `logits0`, `grads0/W`, `step/loss_avg` and its
   like, `params<n>/W` (after n batches);
 - many variants of a run: `base_json`, `variants_json` (name -> changed keys), shared `init/W` and `tokens`, and for a
-  variant any of `NAME/loss_avg`, `NAME/grad0_l2/W`, `NAME/params<n>_stat/W` = [l2, sum, first 8 values];
+  variant any of `NAME/loss_avg`, `NAME/grad0_l2/W`, `NAME/params<n>_stat/W` = [l2, sum, first 8 values], and
+  `NAME/init/W` where its shape is not the shared one's;
 - extras, extras_X.npz, with weights and config from oracle_X.npz beside it: `schedule/*`, `loss_mask/*`, `rope/*`,
   `sow_X/*`, `eval_X/*`, `decode_X/*`, `sampler/*`.
 
@@ -224,10 +225,11 @@ def variant_case(arrays: Arrays, name: str) -> Case:
     is_zero = {"w_aq": config["q_init"], "w_ao": config["r_init"], "w_fo": config["r_init"], "w_u": config["u_init"]}
     init = {
         leaf: array
-        for leaf, array in under(arrays, "init/").items()
+        for leaf, array in (under(arrays, "init/") | under(arrays, f"{name}/init/")).items()
         if leaf not in LEAVES or (is_zero.get(leaf) != "zero" and not names.isdisjoint(LEAVES[leaf][1]))
     }
-    if "w_u" in init and config["u_init"] == "sp" != base.get("u_init", "mup"):
+    is_own = f"{name}/init/w_u" in arrays
+    if "w_u" in init and not is_own and config["u_init"] == "sp" != base.get("u_init", "mup"):
         init["w_u"] = init["w_u"] * config["d_model"] ** 0.5  # the file's is drawn for `mup`
     return make_case(config, init, arrays.get("tokens"))
 
@@ -236,10 +238,16 @@ def check_variants(arrays: Arrays, float64: bool) -> list[Row]:
     """A file of many variants: a row for each variant and kind of quantity, of its worst leaf."""
     rows = []
     for name in settings(arrays, "variants_json"):
-        if not (expected := under(arrays, f"{name}/")):
+        expected = {key: array for key, array in under(arrays, f"{name}/").items() if not key.startswith("init/")}
+        if not expected:
             raise Mistake(f"variant {name!r}: the file has no numbers of it")
+        try:
+            checked = check_run(variant_case(arrays, name), expected, float64)
+        except Mistake as mistake:  # of this variant alone: the others are still worth a look
+            rows.append(Row(name, np.inf, 0.0, str(mistake)))
+            continue
         worst: dict[str, Row] = {}
-        for row in check_run(variant_case(arrays, name), expected, float64):
+        for row in checked:
             head, _, leaf = row.quantity.partition("/")
             row = replace(row, quantity=f"{name}/{head}", note=f"{leaf} {row.note}".strip())
             if head not in worst or row.badness > worst[head].badness:

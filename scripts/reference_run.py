@@ -33,7 +33,7 @@ class Mistake(Exception):
 
 
 def _activation(name: str, config: Settings) -> Settings:
-    ours = {"swish": "silu", "celu": "elu"}.get(name, name)  # other names of the same: jax.nn.celu has alpha 1
+    ours = {"swish": "silu", "hard_swish": "hard_silu"}.get(name, name)  # jax.nn has two names for these
     if ours not in get_args(Activation):
         raise Mistake(f"ff_act_name={name!r}: the package has {', '.join(get_args(Activation))}")
     return {"decoder.activation": ours}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-
 from cli_runs import assert_same_state, in_own_process, last_checkpoint, tiny, write_corpus
+
 from mutransformer.cli import COMMANDS, main
 
 CONFIGS = Path(__file__).parents[1] / "configs"

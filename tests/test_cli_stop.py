@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from cli_runs import assert_same_state, in_own_process, last_checkpoint, tiny, write_corpus
+
 from mutransformer.cli import main
 
 

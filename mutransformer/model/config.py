@@ -11,7 +11,26 @@ from mutransformer.mup.plan import Plan, build_plan
 from mutransformer.mup.roles import TENSORS, Role, TensorSpec
 
 Activation = Literal[
-    "relu", "gelu", "silu", "sqrelu", "swiglu", "tanh", "sigmoid", "elu", "selu", "softplus", "leaky_relu", "relu6"
+    "relu",
+    "gelu",
+    "silu",
+    "sqrelu",
+    "swiglu",
+    "tanh",
+    "sigmoid",
+    "elu",
+    "selu",
+    "softplus",
+    "leaky_relu",
+    "relu6",
+    "celu",
+    "mish",
+    "hard_tanh",
+    "hard_sigmoid",
+    "hard_silu",
+    "log_sigmoid",
+    "soft_sign",
+    "squareplus",
 ]
 
 

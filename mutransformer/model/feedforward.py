@@ -24,6 +24,14 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softplus": F.softplus,
     "leaky_relu": F.leaky_relu,
     "relu6": F.relu6,
+    "celu": F.celu,
+    "mish": F.mish,
+    "hard_tanh": F.hardtanh,
+    "hard_sigmoid": F.hardsigmoid,
+    "hard_silu": F.hardswish,
+    "log_sigmoid": F.logsigmoid,
+    "soft_sign": F.softsign,
+    "squareplus": lambda h: (h + (h.square() + 4).sqrt()) / 2,
 }
 
 

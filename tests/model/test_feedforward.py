@@ -22,6 +22,14 @@ TORCHS = {
     "softplus": nn.Softplus(),
     "leaky_relu": nn.LeakyReLU(),
     "relu6": nn.ReLU6(),
+    "celu": nn.CELU(),
+    "mish": nn.Mish(),
+    "hard_tanh": nn.Hardtanh(),
+    "hard_sigmoid": nn.Hardsigmoid(),
+    "hard_silu": nn.Hardswish(),
+    "log_sigmoid": nn.LogSigmoid(),
+    "soft_sign": nn.Softsign(),
+    "squareplus": lambda x: (x + torch.sqrt(x**2 + 4)) / 2,
     "sqrelu": lambda x: torch.where(x > 0, x * x, 0.0),
 }
 

@@ -51,7 +51,8 @@ def test_a_negative_multiplier_is_refused_with_its_role(section):
     "decoder, parametrization, optimizer, field",
     [
         ({}, {"rules": "mup_absolute"}, {"algorithm": "sgd"}, "model.parametrization.rules"),
-        ({}, {"depth_rule": "completep"}, {"algorithm": "sgd"}, "model.parametrization.depth_rule"),
+        ({}, {"depth_rule": "completep", "n_base_layer": 2}, {"algorithm": "sgd"}, "model.parametrization.depth_rule"),
+        ({}, {"depth_rule": "completep"}, {}, "model.parametrization.n_base_layer"),
         ({}, {"rules": "mup_absolute", "unembedding_form": "B"}, {}, "model.parametrization.unembedding_form"),
         ({"tie_embeddings": True}, {"rules": "mup_absolute"}, {}, "model.decoder.tie_embeddings"),
     ],

@@ -155,6 +155,7 @@ def test_a_plan_of_a_hundred_billion_weights_needs_no_torch_no_memory_and_no_tim
         ({}, {}, {"decay": "coupled", "weight_decay": 0.1}, "decay coupled"),
         ({}, {"n_base_layer": 4}, {}, "n_layer differs"),
         ({"tie_embeddings": True}, {}, {}, "tie_embeddings"),
+        ({"norm_gains": "vector"}, {"rules": "sp"}, {"algorithm": "lion"}, "rules sp"),
     ],
 )
 def test_settings_that_need_not_transfer_are_warned_about(decoder, parametrization, optimizer, start):

@@ -229,7 +229,7 @@ def test_completep(alpha, lr_factor):
         ({"depth_rule": "completep"}, 4 / 6),
         ({"depth_rule": "completep", "residual_multiplier": 0.7}, 0.7 * 4 / 6),
         ({"depth_rule": "completep", "depth_alpha": 0.5}, (4 / 6) ** 0.5),
-        ({"depth_rule": "completep", "n_base_layer": None}, 1.0),
+        ({"depth_rule": "completep", "n_base_layer": 6}, 1.0),
     ],
 )
 def test_residual_branches_are_scaled_by(settings, factor):

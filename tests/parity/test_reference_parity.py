@@ -202,6 +202,23 @@ def test_a_changed_key_fails(variants, tmp_path, capsys, variant, key, value):
     assert (code, "FAIL" in out) == (1, True)
 
 
+def test_a_variant_that_cannot_run_fails_and_the_others_are_still_compared(variants, tmp_path, capsys):
+    arrays = reference_parity.read(variants / "swiglu.npz")
+    name = next(iter(options.SWIGLU))
+    both = {"odd": options.SWIGLU[name] | {"ff_act_name": "relu"}, name: options.SWIGLU[name]}
+    copied = {f"odd/{key}": array for key, array in reference_parity.under(arrays, f"{name}/").items()}
+    both_file = rewrite(tmp_path / "both.npz", arrays | copied, variants_json=json.dumps(both))
+    code, out, _ = run_main(capsys, both_file)
+    assert code == 1 and "init/w_fi: shape" in out
+    assert f"{name}/loss_avg" in out and out.count("FAIL") == 1
+    own = {"odd/init/w_fi": arrays["init/w_fi"][..., : arrays["init/w_fi"].shape[-1] // 2]}
+    code, out, _ = run_main(
+        capsys, rewrite(tmp_path / "own.npz", arrays | copied | own, variants_json=json.dumps(both))
+    )
+    assert "init/w_fi" not in out and "odd/loss_avg" in out  # runs with the leaf of its own, to other numbers
+    assert code == 1
+
+
 def mistakes(oracle):
     config = json.loads(str(oracle["config_json"]))
 
@@ -214,7 +231,7 @@ def mistakes(oracle):
     return {
         "unknown key": (with_config(lr_bsae=1.0), "'lr_bsae'"),
         "unknown value": (with_config(optim_name="sgd"), "optim_name='sgd'"),
-        "unknown activation": (with_config(ff_act_name="mish"), "ff_act_name='mish'"),
+        "unknown activation": (with_config(ff_act_name="glu"), "ff_act_name='glu'"),
         "wrong type": (with_config(n_layer="2"), "n_layer='2'"),
         "no multiple": (with_config(d_base=128), "d_base=128"),
         "our own rule": (with_config(d_head=24), "model.decoder.d_model=64"),

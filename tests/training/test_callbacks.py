@@ -28,9 +28,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 BATCHES = [random_batch(seed=seed) for seed in range(6)]
 
 
-def metrics_of(folder: Path) -> list[dict[str, float]]:
+def metrics_of(folder: Path, version: int = 0) -> list[dict[str, float]]:
     """The rows of the run's metrics.csv, without what is empty in a row."""
-    with (folder / "version_0" / "metrics.csv").open(newline="") as file:
+    with (folder / f"version_{version}" / "metrics.csv").open(newline="") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
@@ -50,6 +50,14 @@ def test_metrics_csv_has_a_row_every_n_steps_and_one_at_the_end(tmp_path):
         assert row["tokens"] == step * 4 * 8
         assert row["tokens_per_s"] > 0
         assert row["schedule"] == pytest.approx(schedule_factor(step, schedule))
+
+
+def test_a_resumed_run_goes_on_counting_tokens(tmp_path):
+    first, second = Metrics(), Metrics()
+    fit(make_module(), tmp_path, BATCHES[:2], callbacks=(first,))
+    second.load_state_dict(first.state_dict())
+    fit(make_module(), tmp_path, BATCHES[:3], callbacks=(second,))
+    assert [row["tokens"] for row in metrics_of(tmp_path, version=1)] == [96, 128, 160]
 
 
 def test_validation_loss_is_written_at_the_step_it_was_measured(tmp_path):

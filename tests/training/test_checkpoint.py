@@ -8,7 +8,7 @@ import torch
 from helpers import Batches, fit, make_module, make_trainer, mup, random_batch, random_tokens, small
 
 import mutransformer
-from mutransformer.errors import ConfigError
+from mutransformer.errors import ConfigError, SaveError
 from mutransformer.mup.config import OptimizerConfig, RoleMultipliers
 from mutransformer.training.callbacks import RunCheckpoint
 from mutransformer.training.checkpoint import AtomicCheckpointIO, load_plain
@@ -133,29 +133,39 @@ def test_load_plain_refuses_anything_else_in_a_line(content, rule, tmp_path):
 # Whole or not at all
 
 
-def failing_save(checkpoint, file):
-    file.write(b"half of it")
-    raise OSError("no space left on device")
+# torch.save turns a full disk into a RuntimeError of its own
+ERRORS = pytest.mark.parametrize(
+    "error, raised", [(OSError("disk is full"), SaveError), (RuntimeError(), SaveError), (KeyboardInterrupt(), None)]
+)
+
+
+def failing_save(error):
+    def save(checkpoint, file):
+        file.write(b"half of it")
+        raise error
+
+    return save
 
 
 def files_in(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_save_that_fails_half_way_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+@ERRORS
+def test_a_save_that_fails_half_way_leaves_the_old_file_and_nothing_else(error, raised, tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
     before = path.read_bytes()
-    monkeypatch.setattr(torch, "save", failing_save)
-    with pytest.raises(OSError, match="no space left"):
+    monkeypatch.setattr(torch, "save", failing_save(error))
+    with pytest.raises(raised or type(error)):
         AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
     assert path.read_bytes() == before
     assert files_in(tmp_path) == ["last.ckpt"]
 
 
 def test_a_first_save_that_fails_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "save", failing_save)
-    with pytest.raises(OSError, match="no space left"):
+    monkeypatch.setattr(torch, "save", failing_save(OSError("disk is full")))
+    with pytest.raises(SaveError, match=r"last\.ckpt could not be written \(disk is full\); what was there is intact"):
         AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "sub" / "last.ckpt")
     assert files_in(tmp_path / "sub") == []
 
