@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric
 
 import mutransformer
 from mutransformer.errors import ConfigError, NonFiniteError
@@ -21,6 +20,7 @@ from mutransformer.model.decoder import Decoder
 from mutransformer.model.loss import cross_entropy_sum
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
 from mutransformer.mup.init import initialize
+from mutransformer.training.metrics import TokenMean
 from mutransformer.training.optimizer import build_optimizer, clip_by_global_norm
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
 
@@ -96,7 +96,7 @@ class DecoderModule(LightningModule):
         self.compile_decoder = compile
         self.run_config: dict[str, Any] = {}
         self.decoder: Decoder = None  # type: ignore[assignment]  # made by configure_model
-        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.val_loss = TokenMean()
         if n_micro_batch < 1:
             raise ConfigError("trainer.accumulate_grad_batches", n_micro_batch, "must be at least 1", "use 1")
         if gradient_clip is not None and not gradient_clip > 0:
@@ -161,7 +161,7 @@ class DecoderModule(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         n_targets, _ = _counts(batch)
-        self.val_loss.update(self.loss_sum(batch) / n_targets, weight=n_targets)
+        self.val_loss.update(self.loss_sum(batch), n_targets)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
@@ -172,11 +172,19 @@ class DecoderModule(LightningModule):
         scheduler = LambdaLR(optimizer, lambda step: schedule_factor(step, self.schedule))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_train_start(self) -> None:
+        """Sets the learning rates of the first step by formula: a resumed run may have a longer schedule."""
+        scheduler = cast(LambdaLR, self.lr_schedulers())
+        factor = schedule_factor(scheduler.last_epoch, self.schedule)
+        for group, peak in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+            group["lr"] = peak * factor
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds settings and versions, all plain values: the file loads with `weights_only=True`."""
         checkpoint["hyper_parameters"] = self.hyper_parameters
         checkpoint["mutransformer"] = {
             "config": self.run_config,
+            "module": self.hyper_parameters,  # Lightning lets `load_from_checkpoint` write into the one above
             "versions": {
                 "mutransformer": mutransformer.__version__,
                 "torch": str(torch.__version__),
@@ -191,7 +199,8 @@ class DecoderModule(LightningModule):
         Raises:
             ConfigError: e.g. the checkpoint has d_model 128 and 256 was asked for.
         """
-        saved, asked = checkpoint["hyper_parameters"]["decoder"], dataclasses.asdict(self.config["decoder"])
+        saved = checkpoint["mutransformer"]["module"]["decoder"]
+        asked = dataclasses.asdict(self.config["decoder"])
         for name, value in asked.items():
             if saved.get(name, value) != value:
                 raise ConfigError(
