@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mutransformer.data.datamodule import TextDataModule
+    from mutransformer.model.config import DecoderConfig
+    from mutransformer.model.decoder import Decoder
+    from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig
+    from mutransformer.training.module import DecoderModule
+    from mutransformer.training.schedule import ScheduleConfig
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "DecoderModule",
+    "OptimizerConfig",
+    "ParametrizationConfig",
+    "ScheduleConfig",
+    "TextDataModule",
+    "__version__",
+]
 
 _LAZY = {
     "DecoderModule": "mutransformer.training.module",
@@ -16,6 +35,10 @@ _LAZY = {
     "OptimizerConfig": "mutransformer.mup.config",
     "ScheduleConfig": "mutransformer.training.schedule",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

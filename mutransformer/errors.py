@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 EXIT_USER_ERROR = 2
 EXIT_FAILURE = 1
 
@@ -31,21 +33,23 @@ class SaveError(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """Training was asked to stop by a signal and has saved its state.
+    """A signal asked the command to stop; the message says what was saved and how to go on.
 
     Args:
         signum: the signal.
-        step: optimizer steps done.
-        run_folder: folder with the run's config.yaml.
-        checkpoint: path of what was saved.
+        message: for the user.
     """
 
-    def __init__(self, signum: int, *, step: int, run_folder: str, checkpoint: str) -> None:
-        super().__init__(
-            f"stopped after step {step}, saved {checkpoint}\n"
-            f"go on with: mutransformer fit --config {run_folder}/config.yaml --ckpt_path {checkpoint}"
-        )
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
         self.signum = signum
+
+
+def require_finite(section: str, config: object) -> None:
+    """Raises ConfigError for the first float among the attributes of `config` that is NaN or infinite."""
+    for name, value in vars(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{section}.{name}", value, "must be finite", "give a number")
 
 
 def require_positive(section: str, **values: float | None) -> None:

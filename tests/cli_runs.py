@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ class SignalAt(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SlowSetup(Callback):
+    """Keeps the command in its set-up, before the first step, for a minute."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        time.sleep(60)
 
 
 def in_own_process(*args: str, **options: Any) -> subprocess.Popen[str]:

@@ -82,7 +82,12 @@ def test_validate_needs_the_checkpoint_alone(finished, capsys):
 
 def test_typed_setting_that_contradicts_the_checkpoint_names_both(finished, corpus, tmp_path, capsys):
     checkpoint = f"--ckpt_path={finished / 'checkpoints/last.ckpt'}"
-    for option, saved in (("--model.decoder.d_model=64", "32"), ("--model.optimizer.learning_rate=0.5", "0.015625")):
+    contradictions = {
+        "--model.decoder.d_model=64": "32",
+        "--model.optimizer.learning_rate=0.5": "0.015625",
+        "--trainer.gradient_clip_val=0.25": "0.5",
+    }
+    for option, saved in contradictions.items():
         assert main(["fit", *tiny(corpus, tmp_path, checkpoint, option)]) == 2
         error = capsys.readouterr().err
         name, value = option.lstrip("-").split("=")
@@ -173,6 +178,20 @@ MISTAKES = {
     "run folder": (["--trainer.default_root_dir=/proc/no"], "cannot be written to"),
     "precision": (["--trainer.precision=16-true"], "bf16-mixed"),
     "accelerator": (["--trainer.accelerator=abacus"], "abacus"),
+    "not a number": (["--model.optimizer.learning_rate=.nan"], "must be finite"),
+    "infinite": (["--model.parametrization.qk_scale=.inf"], "must be finite"),
+    "seed": (["--seed_everything=-1"], "seed_everything=-1"),
+    "no seed": (["--seed_everything=true"], "seed_everything=True"),
+    "validation interval": (["--trainer.val_check_interval=0"], "must be above zero"),
+    "devices": (["--trainer.devices=-1", "--trainer.accelerator=cpu"], "trainer"),
+    "micro-batches": (["--trainer.accumulate_grad_batches=1000"], "a batch has 32 sequences"),
+    "large batch": (["--data.tokens_per_batch=256000000"], "data.tokens_per_batch"),
+    "abbreviation": (["--model.optimizer.learning_r=1"], "model.optimizer.learning_rate"),
+    "zero multiplier": (["--model.parametrization.output_multiplier=0"], "must be above zero"),
+    "completep without a base": (["--model.parametrization.depth_rule=completep"], "n_base_layer"),
+    "decay_steps": (["--model.schedule.decay_steps=5"], "use kind wsd"),
+    "clip algorithm": (["--trainer.gradient_clip_algorithm=value"], "use norm"),
+    "checkpoint interval": (["--checkpoint.every_n_steps=-1"], "checkpoint.every_n_steps=-1"),
     "missing checkpoint": (["--ckpt_path=/no/such.ckpt"], "there is no such file"),
     "missing config": (["--config=/no/such.yaml"], "/no/such.yaml"),
 }
@@ -189,7 +208,9 @@ def test_mistake_is_one_line_and_exit_code_2(name, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-@pytest.mark.parametrize("text", ["a: [b", "just text", "model: {decoder: {d_modle: 3}}", "base: nowhere.yaml"])
+@pytest.mark.parametrize(
+    "text", ["a: [b", "just text", "model: {decoder: {d_modle: 3}}", "base: nowhere.yaml", "model: [1]", "data:"]
+)
 def test_config_file_that_does_not_work_is_named(text, tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
@@ -247,3 +268,37 @@ def test_file_that_cannot_grow_leaves_the_last_checkpoint_and_says_so(corpus, tm
     assert process.returncode == 1 and "could not be written" in error and "Traceback" not in error
     assert [path.name for path in checkpoint.parent.iterdir() if path.name.startswith(".")] == []
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 10
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_measuring_needs_a_checkpoint(command, capsys):
+    assert main([command]) == 2
+    assert "ckpt_path" in capsys.readouterr().err
+
+
+def test_run_that_ends_between_two_validations_validates_at_its_end(corpus, tmp_path):
+    assert main(["fit", *tiny(corpus, tmp_path, "--trainer.max_steps=10")]) == 0
+    with (tmp_path / "version_0/metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file) if row["val_loss"]] == [10]
+    assert (tmp_path / "version_0/checkpoints/best.ckpt").is_file()
+
+
+def test_resuming_with_the_checkpoint_alone_restores_what_was_linked(corpus, finished, tmp_path):
+    """Micro-batches, clipping and the length of the run belong to the trainer's section and are kept all the same."""
+    checkpoint = finished / "checkpoints/best.ckpt"
+    args = [f"--ckpt_path={checkpoint}", f"--trainer.default_root_dir={tmp_path}", "--trainer.accelerator=cpu"]
+    assert main(["fit", *args, "--trainer.enable_progress_bar=false", "--trainer.val_check_interval=15"]) == 0
+    config = yaml.safe_load((tmp_path / "version_0/config.yaml").read_text())["trainer"]
+    assert (config["accumulate_grad_batches"], config["gradient_clip_val"], config["max_steps"]) == (3, 0.5, 60)
+
+
+def test_complete_run_has_nothing_left_to_do(corpus, finished, tmp_path, capsys):
+    assert main(["fit", *tiny(corpus, tmp_path, f"--ckpt_path={finished / 'checkpoints/last.ckpt'}")]) == 0
+    assert "no step was made" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [{}, {"mutransformer": 3}, {"mutransformer": {"config": {}}}])
+def test_foreign_checkpoint_is_one_line(content, tmp_path, capsys):
+    torch.save(content, tmp_path / "foreign.ckpt")
+    assert main(["validate", f"--ckpt_path={tmp_path / 'foreign.ckpt'}"]) == 2
+    assert "was not written by this package" in capsys.readouterr().err

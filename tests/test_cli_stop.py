@@ -91,13 +91,15 @@ def test_shorter_runs_in_a_row_equal_one_long_run(steps, corpus, undisturbed, tm
     assert_same_state(undisturbed, last_checkpoint(tmp_path / "on"))
 
 
-def test_command_that_stops_before_training_says_so(tmp_path, capsys, monkeypatch):
-    def interrupt(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("mutransformer.cli._run", interrupt)
-    assert main(["fit"]) == 130
-    assert "nothing to resume" in capsys.readouterr().err
+def test_signal_before_the_first_step_says_that_there_is_nothing_to_resume(corpus, tmp_path):
+    slow = "--trainer.callbacks+=cli_runs.SlowSetup"
+    process = in_own_process("fit", *tiny(corpus, tmp_path, slow), env={"PYTHONPATH": str(Path(__file__).parent)})
+    wait_for(tmp_path / "version_0/config.yaml")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "nothing to resume" in out and "Traceback" not in out + error
 
 
 def test_helps_are_quick():

@@ -310,7 +310,12 @@ def test_a_schedule_is_what_its_equation_says(line):
     (warmup,) = re.findall(r"^ {4}s\(t\) = (.+)$", PARAMETRIZATION.read_text(), flags=re.MULTILINE)
     symbols = {"W": 10, "N": 100, "D": 20, "z0": 0.125, "z1": 0.25, "pi": math.pi}
     config = ScheduleConfig(
-        kind=kind, warmup_steps=10, total_steps=100, decay_steps=20, start_fraction=0.125, end_fraction=0.25
+        kind=kind,
+        warmup_steps=10,
+        total_steps=100,
+        decay_steps=20 if kind == "wsd" else None,
+        start_fraction=0.125,
+        end_fraction=0.25,
     )
     for t in range(120):
         u = min(max(evaluate(share, {**symbols, "t": t}), 0), 1)

@@ -15,6 +15,7 @@ import yaml
 from mutransformer.errors import ConfigError
 
 _OPTIONS = ("-c", "--config")
+_SECTIONS = ("trainer", "model", "data", "checkpoint")
 
 
 def in_order_of_precedence(args: Sequence[str]) -> list[str]:
@@ -72,6 +73,9 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError("--config", str(file), f"is not YAML ({reason})", "see configs/base.yaml") from error
     if not isinstance(tree, dict):
         raise ConfigError("--config", str(file), "is not a YAML mapping", "see configs/base.yaml")
+    for section in _SECTIONS:
+        if not isinstance(tree.get(section, {}), dict):
+            raise ConfigError("--config", str(file), f"its {section} is not a mapping", "see configs/base.yaml")
     return tree
 
 

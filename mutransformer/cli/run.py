@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -48,6 +49,9 @@ LINKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("seed_everything", "model.seed", {"compute_fn": int}),
     *((source, target, {}) for source, target in LINKS_TO_MODULE.items()),
 )
+
+# an abbreviated option would escape the check of what was given against a checkpoint
+PARSER_OPTIONS = {"exit_on_error": False, "allow_abbrev": False}
 
 TRAINER_DEFAULTS = {
     "max_steps": 1000,
@@ -99,7 +103,7 @@ class RunCLI(LightningCLI):
             trainer_class=RunTrainer,
             trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=1,
-            parser_kwargs={"exit_on_error": False, subcommand: {"exit_on_error": False}},
+            parser_kwargs={**PARSER_OPTIONS, subcommand: dict(PARSER_OPTIONS)},
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
@@ -124,28 +128,37 @@ class RunCLI(LightningCLI):
         except ArgumentError as error:
             keys = self._parser(self._only).get_defaults(skip_validation=True).keys()
             raise from_message(str(error), keys) from error
-        self._section(self.config).base = None  # its values are in the config now
+        section = self._section(self.config)
+        section.base = None  # its values are in the config now
+        seed, interval = section.seed_everything, section.trainer.val_check_interval
+        if isinstance(seed, bool) or not 0 <= seed < 2**32:
+            raise ConfigError("seed_everything", seed, "must be a whole number from 0 to 2^32 - 1", "use 1")
+        if interval is not None and not interval > 0:
+            rule = "must be above zero"
+            raise ConfigError("trainer.val_check_interval", interval, rule, "use 200, or trainer.limit_val_batches=0")
 
     def _parse_ckpt_path(self) -> None:
         """With a checkpoint, its model and data settings hold; one that was given and differs is an error.
 
         Lightning's own would override in silence what was typed.
         """
-        ckpt_path = self._section(self.config).get("ckpt_path")
+        section = self._section(self.config)
+        command, ckpt_path = self.config.subcommand, section.get("ckpt_path")
+        if not ckpt_path and (ckpt_path == "" or command in ("validate", "test")):
+            raise ConfigError("ckpt_path", ckpt_path, "names no weights", "give the path of a checkpoint")
         if not ckpt_path or "://" in str(ckpt_path):
             return
         saved = load_plain(ckpt_path)["mutransformer"]["config"]
-        section = self._section(self.config)
+        sources = {target: source for source, target, _ in LINKS}
         for key, value in flatten({name: saved.get(name, {}) for name in ("model", "data")}).items():
-            is_model = key.startswith("model.")
-            if key in FREE_TO_CHANGE or key not in section:
+            source = sources.get(key, key)
+            if key not in section:
                 continue
-            if not any(f"{key}.".startswith(f"{name}.") for name in self._given):
-                section[key] = value
-            elif section[key] != value and (is_model or self.config.subcommand == "fit"):
-                raise ConfigError(
-                    key, section[key], f"checkpoint {ckpt_path} has {value!r}", f"use {value!r}, or leave it out"
-                )
+            if not any(f"{source}.".startswith(f"{name}.") for name in self._given):
+                section[key] = section[source] = value
+            elif section[key] != value and key not in FREE_TO_CHANGE and (key.startswith("model.") or command == "fit"):
+                rule = f"checkpoint {ckpt_path} has {value!r}"
+                raise ConfigError(source, section[key], rule, f"use {value!r}, or leave it out")
 
     def _section(self, config: Namespace) -> Namespace:
         return config[config.subcommand]
@@ -160,12 +173,17 @@ class RunCLI(LightningCLI):
             trainer.pop(source.removeprefix("trainer."))
         self._dump_config()
         self.model.run_config = yaml.safe_load(yaml.safe_dump(self.config_dump))
-        self.metrics, self.checkpoint = Metrics(), checkpoint
-        callbacks: list[Callback] = [self.metrics]
+        if trainer.gradient_clip_algorithm not in (None, "norm"):
+            algorithm = trainer.gradient_clip_algorithm
+            raise ConfigError(
+                "trainer.gradient_clip_algorithm", algorithm, "only the global norm is clipped", "use norm"
+            )
+        self.metrics, self.checkpoint, self.stop = Metrics(), checkpoint, StopOnSignal(checkpoint)
+        callbacks: list[Callback] = [self.metrics, self.stop]
         if trainer.enable_progress_bar is not False and not _has_progress_bar(trainer.callbacks):
             callbacks.append(TQDMProgressBar())
         if self.subcommand == "fit":
-            callbacks += [StopOnSignal(checkpoint), LossPlot()]
+            callbacks.append(LossPlot())
             if config.detect_nan:
                 callbacks.append(DetectNonFinite(checkpoint))
             loggers = [_run_folder_logger(trainer.default_root_dir)]
@@ -176,17 +194,24 @@ class RunCLI(LightningCLI):
         trainer["logger"] = [*loggers, *_as_list(trainer.logger)] or False
         try:
             return super().instantiate_trainer()
-        except (MisconfigurationException, ValueError) as error:
+        except (MisconfigurationException, ValueError, TypeError) as error:
             raise _trainer_error(error) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
-            super()._run_subcommand(subcommand)
+            with nullcontext() if subcommand == "describe" else self.stop.handling():
+                super()._run_subcommand(subcommand)
         except MisconfigurationException as error:
             raise _trainer_error(error) from error
 
     def before_fit(self) -> None:
-        """Writes `config.yaml`, complete and re-runnable, into the run folder."""
+        """Reads the data, then makes the run folder with its `config.yaml`, complete and re-runnable."""
+        n_rows, n_parts = self.datamodule.tokens_per_batch // self.datamodule.sequence_len, self.model.n_micro_batch
+        if n_parts > n_rows:
+            rule = f"a batch has {n_rows} sequences to split"
+            raise ConfigError("trainer.accumulate_grad_batches", n_parts, rule, f"use {n_rows}")
+        self.datamodule.setup("fit")
+        self.datamodule.train_dataloader()
         folder = Path(str(self.trainer.log_dir))
         folder.mkdir(parents=True, exist_ok=True)
         parser = self._parser(self.subcommand)
@@ -198,9 +223,7 @@ class RunCLI(LightningCLI):
         print(f"{self.model.plan.count:,} parameters, {n_tokens:,} tokens a step, into {folder}")
 
     def after_fit(self) -> None:
-        """Validates at the last step where the run did not, and says what came out and what to do next."""
-        if "val_loss" not in self.metrics.last or self.metrics.val_step != self.trainer.global_step:
-            self.trainer.validate(self.model, self.datamodule, verbose=False)
+        """Says what came out and what to do next."""
         print(fit_summary(self.trainer, self.metrics, self.checkpoint))
 
     def after_validate(self) -> None:
@@ -220,18 +243,19 @@ def loss_line(trainer: Trainer, name: str, loss: float | None, split: str = "val
 
 def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -> str:
     """The last lines of a fit: losses in nats and bits a byte, speed, files, the next command."""
-    folder, last = trainer.log_dir, metrics.last
-    return "\n".join(
-        (
-            "",
+    last, lines = metrics.last, [""]
+    if checkpoint.last_path is None:
+        lines.append("no step was made: the run was complete, or its limits leave no room for one")
+    else:
+        lines += [
             loss_line(trainer, "train loss", last.get("train_loss"), "train"),
             loss_line(trainer, "validation loss", last.get("val_loss")),
             f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
-            f"run folder: {folder} (metrics.csv, config.yaml, loss.png)",
+            f"run folder: {trainer.log_dir} (metrics.csv, config.yaml, loss.png)",
             f"checkpoint: {checkpoint.last_path}",
             f"next: mutransformer validate --ckpt_path {checkpoint.last_path}",
-        )
-    )
+        ]
+    return "\n".join(lines)
 
 
 def _quiet_libraries() -> None:

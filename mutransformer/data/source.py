@@ -25,6 +25,7 @@ Split = Literal["train", "validation"]
 FILE_SOURCES = ("text", "json", "parquet")
 LOCAL_SOURCES = ("stdlib", *FILE_SOURCES)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_STDLIB_FILE = re.compile(r"(?!_sysconfigdata_).*\.py")  # that one is written where Python was built
 _NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -185,7 +186,7 @@ def _stdlib_files() -> list[tuple[str, Path]]:
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_CORPUS]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
+        files += [Path(folder, name) for name in names if _STDLIB_FILE.fullmatch(name)]
     return sorted((path.relative_to(root).as_posix(), path) for path in files)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mutransformer.errors import ConfigError, require_positive
+from mutransformer.errors import ConfigError, require_finite, require_positive
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig
 from mutransformer.mup.plan import Plan, build_plan
 from mutransformer.mup.roles import TENSORS, Role, TensorSpec
@@ -79,6 +79,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         section = "model.decoder"
+        require_finite(section, self)
         require_positive(
             section,
             d_model=self.d_model,
@@ -175,7 +176,7 @@ class DecoderConfig:
         Grouped key/value heads grow with the heads; a single one (multi-query) does not grow.
         """
         m = self.d_model / parametrization.d_base
-        d_ff_base = (parametrization.ff_multiple_base or self.ff_multiple) * parametrization.d_base
+        d_ff_base = max(1, int((parametrization.ff_multiple_base or self.ff_multiple) * parametrization.d_base))
         grows = {"embed": m, "heads": m, "kv_heads": 1.0 if self.n_kv_head == 1 else m, "mlp": self.d_ff / d_ff_base}
         return {axis: grows.get(axis, 1.0) for axis in self.axis_sizes()}
 
@@ -203,7 +204,7 @@ class DecoderConfig:
     def _warnings(self, plan: Plan, p: ParametrizationConfig, optimizer: OptimizerConfig) -> list[str]:
         """What is known not to transfer (arXiv 2404.05728), or starts badly, in the settings given."""
         is_mup = p.rules != "sp"
-        tied_std = p.embedding_init_std * self.d_model**0.5 * abs(plan.logits_multiplier)
+        tied_std = p.embedding_init_std * self.d_model**0.5 * plan.logits_multiplier
         tied_remedy = p.output_multiplier / (tied_std * self.d_model**0.5)  # an untied model starts at d_model^-1/2
         checks = {
             "rules sp: the best learning rate moves with width (the control, not for transfer)": not is_mup,
@@ -214,6 +215,10 @@ class DecoderConfig:
             "decay coupled: the best learning rate moved with width in Lingle's study; independent did not": (
                 is_mup and optimizer.decay == "coupled" and optimizer.weight_decay > 0
             ),
+            f"weight_decay: independent decay takes {optimizer.weight_decay:.3g} of every weight off in a step; "
+            f"torch's 0.1 with a learning rate of 1e-3 is 1e-4 here": (
+                optimizer.decay == "independent" and optimizer.weight_decay > 1e-2
+            ),
             "n_layer differs from n_base_layer without a depth rule: the learning rate need not transfer": (
                 p.depth_rule == "none" and p.n_base_layer is not None and p.n_base_layer != self.n_layer
             ),
@@ -221,5 +226,12 @@ class DecoderConfig:
             f"output_multiplier={tied_remedy:.3g} starts as small as an untied model": (
                 self.tie_embeddings and tied_std > 2
             ),
+            "embedding_lr_rule sqrt: read by rules mup with adamw and lion alone": (
+                p.embedding_lr_rule == "sqrt" and not (p.rules == "mup" and optimizer.algorithm != "sgd")
+            ),
+            "unembedding_form B: not read by rules sp": p.unembedding_form == "B" and not is_mup,
+            "unembedding_init: not read where embeddings are tied": bool(p.unembedding_init and self.tie_embeddings),
+            "depth_alpha: read by depth_rule completep alone": p.depth_alpha != 1 and p.depth_rule == "none",
+            "momentum: read by algorithm sgd alone": optimizer.momentum != 0 and optimizer.algorithm != "sgd",
         }
         return [text for text, applies in checks.items() if applies]

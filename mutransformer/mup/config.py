@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mutransformer.errors import ConfigError, require_positive
+from mutransformer.errors import ConfigError, require_finite, require_positive
 from mutransformer.mup.roles import Role
 
 
@@ -43,6 +43,8 @@ class RoleMultipliers:
         return getattr(self, role.value)
 
     def check(self, section: str) -> None:
+        """Raises ConfigError for a factor that is negative or not finite; `section` is its dotted prefix."""
+        require_finite(section, self)
         for role in Role:
             if not self[role] >= 0:
                 raise ConfigError(f"{section}.{role.value}", self[role], "must not be negative", "give 0 or more")
@@ -99,8 +101,12 @@ class ParametrizationConfig:
 
     def __post_init__(self) -> None:
         section = "model.parametrization"
+        require_finite(section, self)
         require_positive(
             section,
+            input_multiplier=self.input_multiplier,
+            output_multiplier=self.output_multiplier,
+            residual_multiplier=self.residual_multiplier,
             d_base=self.d_base,
             ff_multiple_base=self.ff_multiple_base,
             embedding_init_std=self.embedding_init_std,
@@ -150,6 +156,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         section = "model.optimizer"
+        require_finite(section, self)
         for name in ("learning_rate", "eps", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{section}.{name}", getattr(self, name), "must not be negative", "give 0 or more")

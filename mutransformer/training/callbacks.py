@@ -5,17 +5,18 @@ from __future__ import annotations
 import csv
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from mutransformer.errors import Interrupted, NonFiniteError
+from mutransformer.errors import ConfigError, Interrupted, NonFiniteError
 from mutransformer.training.module import DecoderModule
+from mutransformer.training.schedule import schedule_factor
 
 LN_2 = 0.6931471805599453
 
@@ -35,16 +36,14 @@ class Metrics(Callback):
 
     Attributes:
         last: the newest value of each metric, for the summary of the run.
-        val_step: optimizer steps done when the validation loss was measured.
-        tokens_per_s: mean over the run, validation and checkpoints left out.
+        tokens_per_s: mean over the run, waits for data and checkpoints included, validation left out.
     """
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
-        self.val_step = -1
         self._n_tokens = self._n_tokens_logged = self._n_tokens_before = 0
         self._train_s = self._train_s_logged = 0.0
-        self._started_at = 0.0
+        self._mark = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -56,37 +55,42 @@ class Metrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._n_tokens_before = state_dict["n_tokens"]
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._started_at = time.perf_counter()
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: DecoderModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
+        if step == trainer.max_steps:
+            trainer.should_stop = True  # Lightning then validates once more before it ends, whatever the interval
         is_due = step % _log_interval(trainer) == 0 or step == trainer.max_steps
         values = {name: outputs[name].item() for name in ("loss", "grad_norm")} if is_due else {}
         self._n_tokens += batch["tokens"][:, 1:].numel() * trainer.world_size
-        self._train_s += time.perf_counter() - self._started_at
+        now = time.perf_counter()
+        self._train_s += now - self._mark
+        self._mark = now
         if not is_due:
             return
         self.last["train_loss"] = values["loss"]
         interval_s = self._train_s - self._train_s_logged
         speed = (self._n_tokens - self._n_tokens_logged) / interval_s
         self._n_tokens_logged, self._train_s_logged = self._n_tokens, self._train_s
-        group = cast(LightningOptimizer, pl_module.optimizers()).param_groups[0]
-        schedule = group["lr"] / group["initial_lr"] if group["initial_lr"] else 0.0
         log_scalars(
             trainer,
             {
                 "train_loss": values["loss"],
                 "grad_norm": values["grad_norm"],
-                "schedule": schedule,
+                "schedule": schedule_factor(step - 1, pl_module.schedule),
                 "tokens_per_s": speed,
                 "tokens": float(self._n_tokens_before + self._n_tokens),
             },
         )
         shown = {"train_loss": values["loss"], "tokens/s": speed}
         pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark = time.perf_counter()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: DecoderModule) -> None:
         self._end_of_evaluation(trainer, pl_module, "val")
@@ -100,7 +104,6 @@ class Metrics(Callback):
         values = {f"{prefix}_loss": loss, f"{prefix}_bits_per_byte": bits_per_byte(trainer, loss)}
         values = {name: value for name, value in values.items() if value is not None}
         self.last.update(values)
-        self.val_step = trainer.global_step
         pl_module.log_dict(values, prog_bar=True, logger=False, batch_size=1)
         if not trainer.sanity_checking:
             log_scalars(trainer, values)
@@ -116,7 +119,7 @@ class RunCheckpoint(Checkpoint):
     """Keeps `last.ckpt` (newest) and `best.ckpt` (lowest validation loss) in the run folder's `checkpoints/`.
 
     Args:
-        every_n_steps: optimizer steps between two writes of last.ckpt; it is written at the end of the run too.
+        every_n_steps: optimizer steps between two writes of last.ckpt, 0 for none; the end of the run is written too.
         save_best: also keep the checkpoint with the lowest validation loss.
         dirpath: folder; null: `checkpoints` in the run folder.
     """
@@ -125,9 +128,14 @@ class RunCheckpoint(Checkpoint):
         self.every_n_steps = every_n_steps
         self.save_best = save_best
         self.dirpath = dirpath
+        if every_n_steps < 0:
+            raise ConfigError(
+                "checkpoint.every_n_steps", every_n_steps, "must not be negative", "use 0 for the end alone"
+            )
         self.best_loss = float("inf")
         self.last_path: str | None = None
         self._saved_step = -1
+        self._has_stepped = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.dirpath is None:
@@ -145,6 +153,7 @@ class RunCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._has_stepped = True
         step = trainer.global_step
         if step == trainer.max_steps or (self.every_n_steps and step % self.every_n_steps == 0):
             self.save_last(trainer)
@@ -158,7 +167,8 @@ class RunCheckpoint(Checkpoint):
             trainer.save_checkpoint(f"{self.dirpath}/best.ckpt", weights_only=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.save_last(trainer)
+        if self._has_stepped:
+            self.save_last(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_loss": self.best_loss}
@@ -204,22 +214,38 @@ class DetectNonFinite(Callback):
 
 
 class StopOnSignal(Callback):
-    """On SIGINT or SIGTERM finishes the step, saves, and raises `Interrupted`; a second signal ends at once."""
+    """Raises `Interrupted` on SIGINT or SIGTERM: in training after the step is done and saved, elsewhere at once.
+
+    A second signal in training ends the process without waiting.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, checkpoint: RunCheckpoint) -> None:
         self._checkpoint = checkpoint
+        self._is_training = False
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
 
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Takes over the signals in the block; Lightning's own handlers would end without a word, or not at all."""
+        previous = self._install()
+        try:
+            yield
+        finally:
+            self._restore(previous)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for signum in self.SIGNALS:
-            self._previous[signum] = signal.signal(signum, self._receive)
+        self._is_training = True
+        self._previous = self._install()  # Lightning puts its own in when a fit begins
 
     def _receive(self, signum: int, frame: Any) -> None:
-        self._received = signum
         signal.signal(signum, signal.SIG_DFL)
+        if not self._is_training:
+            last = self._checkpoint.last_path
+            raise Interrupted(signum, f"stopped; {f'checkpoint: {last}' if last else 'there is nothing to resume'}")
+        self._received = signum
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -232,22 +258,27 @@ class StopOnSignal(Callback):
 
     def _stop_if_received(self, trainer: Trainer) -> None:
         if self._received is not None:
+            checkpoint = self._checkpoint.save_last(trainer)
             raise Interrupted(
                 self._received,
-                step=trainer.global_step,
-                run_folder=str(trainer.log_dir),
-                checkpoint=self._checkpoint.save_last(trainer),
+                f"stopped after step {trainer.global_step}, saved {checkpoint}\n"
+                f"go on with: mutransformer fit --config {trainer.log_dir}/config.yaml --ckpt_path {checkpoint}",
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore()
+        self._is_training = False
+        self._restore(self._previous)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._restore()
+        self._is_training = False
+        self._restore(self._previous)
 
-    def _restore(self) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())
+    def _install(self) -> dict[int, Any]:
+        return {signum: signal.signal(signum, self._receive) for signum in self.SIGNALS}
+
+    def _restore(self, handlers: dict[int, Any]) -> None:
+        while handlers:
+            signal.signal(*handlers.popitem())
 
 
 class LossPlot(Callback):

@@ -55,6 +55,7 @@ def load_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise ConfigError("ckpt_path", str(path), f"is not readable ({type(error).__name__})", remedy) from error
-    if not isinstance(checkpoint, dict) or "mutransformer" not in checkpoint:
+    origin = checkpoint.get("mutransformer") if isinstance(checkpoint, dict) else None
+    if not (isinstance(origin, dict) and {"config", "module", "versions"} <= origin.keys()):
         raise ConfigError("ckpt_path", str(path), "was not written by this package", remedy)
     return checkpoint

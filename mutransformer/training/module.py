@@ -194,21 +194,21 @@ class DecoderModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses weights of another shape by the setting that differs, before any tensor is copied.
+        """Refuses weights of another shape or parametrization by the setting that differs, before one is copied.
 
         Raises:
             ConfigError: e.g. the checkpoint has d_model 128 and 256 was asked for.
         """
-        saved = checkpoint["mutransformer"]["module"]["decoder"]
-        asked = dataclasses.asdict(self.config["decoder"])
-        for name, value in asked.items():
-            if saved.get(name, value) != value:
-                raise ConfigError(
-                    f"model.decoder.{name}",
-                    value,
-                    f"checkpoint has {name} {saved[name]}, you asked for {value}",
-                    f"use {saved[name]}, or leave it out",
-                )
+        for section in ("decoder", "parametrization"):
+            saved = checkpoint["mutransformer"]["module"][section]
+            for name, value in dataclasses.asdict(self.config[section]).items():
+                if saved.get(name, value) != value:
+                    raise ConfigError(
+                        f"model.{section}.{name}",
+                        value,
+                        f"checkpoint has {name} {saved[name]}, you asked for {value}",
+                        f"use {saved[name]}, or leave it out",
+                    )
         self.configure_model()
 
     def check_finite(self) -> None:

@@ -137,5 +137,7 @@ def clip_by_global_norm(parameters: Iterable[torch.nn.Parameter], max_norm: floa
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if max_norm is not None:
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / norm, max=1.0))
+        factor = torch.clamp(max_norm / norm, max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
     return norm

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mutransformer.errors import ConfigError
+from mutransformer.errors import ConfigError, require_finite
 
 
 @dataclass(kw_only=True)
@@ -33,6 +33,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         section = "model.schedule"
+        require_finite(section, self)
         if self.total_steps < 1:
             raise ConfigError(
                 "trainer.max_steps", self.total_steps, "the schedule needs the length of the run", "give 1 or more"
@@ -49,6 +50,10 @@ class ScheduleConfig:
         for name in ("start_fraction", "end_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{section}.{name}", getattr(self, name), "must lie in 0 to 1", "use 1e-4")
+        if self.decay_steps is not None and self.kind != "wsd":
+            raise ConfigError(
+                f"{section}.decay_steps", self.decay_steps, f"is not read by kind {self.kind}", "use kind wsd, or null"
+            )
         longest = self.total_steps - self.warmup_steps
         if self.decay_steps is not None and not 1 <= self.decay_steps <= longest:
             raise ConfigError(

@@ -15,11 +15,15 @@ from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, Rol
         (ParametrizationConfig, "ff_multiple_base", -1.0),
         (ParametrizationConfig, "embedding_init_std", 0.0),
         (ParametrizationConfig, "qk_scale", 0.0),
+        (ParametrizationConfig, "input_multiplier", -1.0),
+        (ParametrizationConfig, "output_multiplier", 0.0),
+        (ParametrizationConfig, "residual_multiplier", float("inf")),
         (ParametrizationConfig, "n_base_layer", 0),
         (ParametrizationConfig, "depth_alpha", 0.4),
         (ParametrizationConfig, "depth_alpha", 1.1),
         (OptimizerConfig, "learning_rate", -1e-3),
         (OptimizerConfig, "learning_rate", float("nan")),
+        (OptimizerConfig, "learning_rate", float("inf")),
         (OptimizerConfig, "eps", -1e-8),
         (OptimizerConfig, "weight_decay", -0.1),
         (OptimizerConfig, "weight_decay", 1.0),
@@ -39,9 +43,10 @@ def test_coupled_decay_may_be_above_one():
 
 
 @pytest.mark.parametrize("section", ["lr_multiplier", "weight_decay_multiplier"])
-def test_a_negative_multiplier_is_refused_with_its_role(section):
-    with pytest.raises(ConfigError, match=rf"^model.parametrization.{section}.feedforward_out=-1.0"):
-        mup(**{section: RoleMultipliers(feedforward_out=-1.0)})
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
+def test_a_multiplier_below_zero_or_not_finite_is_refused_with_its_role(value, section):
+    with pytest.raises(ConfigError, match=rf"^model.parametrization.{section}.feedforward_out={value}: "):
+        mup(**{section: RoleMultipliers(feedforward_out=value)})
 
 
 # Pairs that have no rule together

@@ -143,7 +143,7 @@ def test_a_plan_of_a_hundred_billion_weights_needs_no_torch_no_memory_and_no_tim
     assert (has_torch, has_numpy) == ("False", "False")
 
 
-# What is known not to transfer
+# What is known not to transfer, or is not read
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,14 @@ def test_a_plan_of_a_hundred_billion_weights_needs_no_torch_no_memory_and_no_tim
         ({}, {"n_base_layer": 4}, {}, "n_layer differs"),
         ({"tie_embeddings": True}, {}, {}, "tie_embeddings"),
         ({"norm_gains": "vector"}, {"rules": "sp"}, {"algorithm": "lion"}, "rules sp"),
+        ({}, {}, {"weight_decay": 0.1}, "weight_decay"),
+        ({}, {"embedding_lr_rule": "sqrt", "rules": "mup_absolute"}, {}, "embedding_lr_rule sqrt"),
+        ({}, {"embedding_lr_rule": "sqrt"}, {"algorithm": "sgd"}, "embedding_lr_rule sqrt"),
+        ({}, {"depth_alpha": 0.5}, {}, "depth_alpha"),
+        ({}, {}, {"momentum": 0.9}, "momentum"),
     ],
 )
-def test_settings_that_need_not_transfer_are_warned_about(decoder, parametrization, optimizer, start):
+def test_settings_that_need_not_transfer_or_are_not_read_are_warned_about(decoder, parametrization, optimizer, start):
     plan = small(**decoder).plan(mup(**parametrization), OptimizerConfig(**optimizer))
     assert [warning[: len(start)] for warning in plan.warnings] == [start]
 
@@ -169,6 +174,8 @@ def test_settings_that_need_not_transfer_are_warned_about(decoder, parametrizati
         ({}, {}, {}),
         ({"d_model": 64}, {}, {"weight_decay": 1e-4}),
         ({}, {}, {"decay": "coupled"}),
+        ({}, {"embedding_lr_rule": "sqrt"}, {}),
+        ({}, {}, {"momentum": 0.9, "algorithm": "sgd"}),
         ({}, {"n_base_layer": 4, "depth_rule": "completep"}, {}),
         ({"tie_embeddings": True}, {"output_multiplier": 1 / 16}, {}),
     ],

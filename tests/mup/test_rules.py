@@ -294,10 +294,15 @@ def test_width_multiple_is_a_real_division(n_head, d_base, ff_multiple, ff_multi
     decoder = small(d_model=8 * n_head, ff_multiple=ff_multiple)
     rows = rows_of(decoder, ParametrizationConfig(d_base=d_base, ff_multiple_base=ff_multiple_base))
     m = 8 * n_head / d_base
-    m_f = math.floor(ff_multiple * 8 * n_head) / (ff_multiple_base * d_base)
+    m_f = math.floor(ff_multiple * 8 * n_head) / max(1, math.floor(ff_multiple_base * d_base))
     for name in ("embedding", "w_query", "w_attention_out", "w_ff_in", "unembedding"):
         assert rows[name].width_multiple == pytest.approx(m, rel=1e-12)
     assert rows["w_ff_out"].width_multiple == pytest.approx(m_f, rel=1e-12)
+
+
+def test_base_width_is_the_identity_where_the_feedforward_width_is_no_whole_number():
+    rows = rows_of(small(ff_multiple=8 / 3), ParametrizationConfig(d_base=small().d_model))
+    assert {row.width_multiple for row in rows.values()} == {1.0}
 
 
 def test_a_single_key_value_head_does_not_grow_with_width():

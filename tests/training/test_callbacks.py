@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_metrics_csv_has_a_row_every_n_steps_and_one_at_the_end(tmp_path):
         assert row["grad_norm"] == outputs.values[step - 1]["grad_norm"]
         assert row["tokens"] == step * 4 * 8
         assert row["tokens_per_s"] > 0
-        assert row["schedule"] == pytest.approx(schedule_factor(step, schedule))
+        assert row["schedule"] == pytest.approx(schedule_factor(step - 1, schedule))
 
 
 def test_a_resumed_run_goes_on_counting_tokens(tmp_path):
@@ -60,14 +61,15 @@ def test_a_resumed_run_goes_on_counting_tokens(tmp_path):
     assert [row["tokens"] for row in metrics_of(tmp_path, version=1)] == [96, 128, 160]
 
 
-def test_validation_loss_is_written_at_the_step_it_was_measured(tmp_path):
+@pytest.mark.parametrize("max_steps", [3, 4])
+def test_validation_loss_is_measured_every_n_steps_and_once_at_the_end(max_steps, tmp_path):
     module, metrics = make_module(), Metrics()
-    trainer = make_trainer(tmp_path, 4, (metrics,), val_check_interval=2)
+    trainer = make_trainer(tmp_path, max_steps, (metrics,), val_check_interval=2)
     trainer.fit(module, Batches(*BATCHES), Batches(BATCHES[5]))
-    measured = {row["step"]: row["val_loss"] for row in metrics_of(tmp_path) if "val_loss" in row}
-    assert list(measured) == [2, 4]
-    assert measured[4] == pytest.approx((module.loss_sum(BATCHES[5]) / 32).item(), rel=1e-6)
-    assert (metrics.last["val_loss"], metrics.val_step) == (measured[4], 4)
+    measured = [(row["step"], row["val_loss"]) for row in metrics_of(tmp_path) if "val_loss" in row]
+    assert [step for step, _ in measured] == [2, max_steps]
+    assert measured[1][1] == pytest.approx((module.loss_sum(BATCHES[5]) / 32).item(), rel=1e-6)
+    assert metrics.last["val_loss"] == measured[1][1]
 
 
 class Data(LightningDataModule):
@@ -158,7 +160,9 @@ def breaking_module(step: int, is_gradient: bool) -> BreaksAt:
 def test_a_step_that_is_not_finite_ends_the_run_and_never_reaches_a_checkpoint(is_gradient, tmp_path):
     checkpoint, outputs = RunCheckpoint(every_n_steps=1), Outputs()
     callbacks = (outputs, checkpoint, DetectNonFinite(checkpoint), LossPlot(), Metrics())
-    with pytest.raises(NonFiniteError, match=r"not finite at step 3; last good checkpoint: .*last\.ckpt;"):
+    with pytest.raises(
+        NonFiniteError, match=r"^loss or gradient norm is not finite at step 3; last good checkpoint: .*last\.ckpt;"
+    ):
         fit(breaking_module(3, is_gradient), tmp_path, BATCHES, callbacks=callbacks)
     assert [math.isfinite(each["loss"]) for each in outputs.values] == [True, True, is_gradient]
     assert not math.isfinite(outputs.values[2]["grad_norm"])
@@ -175,6 +179,21 @@ def test_without_a_checkpoint_the_message_says_so(tmp_path):
     assert not (tmp_path / "version_0" / "checkpoints").exists()
 
 
+def test_on_a_device_the_flag_is_read_when_metrics_are_due_and_before_a_checkpoint():
+    def after_a_bad_step(step):
+        callback = DetectNonFinite(RunCheckpoint())
+        trainer = SimpleNamespace(global_step=step, log_every_n_steps=10)
+        outputs = {"loss": torch.tensor(float("nan")), "grad_norm": torch.tensor(1.0)}
+        callback.on_train_batch_end(trainer, SimpleNamespace(device=torch.device("cuda")), outputs, None, 0)
+        return callback, trainer
+
+    with pytest.raises(NonFiniteError, match="at step 20"):
+        after_a_bad_step(20)
+    callback, trainer = after_a_bad_step(21)
+    with pytest.raises(NonFiniteError, match="at step 21"):
+        callback.on_save_checkpoint(trainer, None, {})
+
+
 def test_weights_that_are_not_finite_are_not_saved_even_where_the_loss_was(tmp_path):
     class Poison(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -187,6 +206,10 @@ def test_weights_that_are_not_finite_are_not_saved_even_where_the_loss_was(tmp_p
 
 
 # Signals
+
+
+def handlers() -> list:
+    return [signal.getsignal(signum) for signum in StopOnSignal.SIGNALS]
 
 
 class SignalAt(Callback):
@@ -214,24 +237,34 @@ def test_a_signal_finishes_the_step_saves_and_raises(signum, tmp_path):
 
 
 def test_a_second_signal_is_not_held_back(tmp_path):
-    handlers = []
+    seen = []
 
     class Watch(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            handlers.append(signal.getsignal(signal.SIGTERM))
+            seen.append(signal.getsignal(signal.SIGTERM))
 
     checkpoint = RunCheckpoint()
     callbacks = (SignalAt(1, signal.SIGTERM), Watch(), StopOnSignal(checkpoint), checkpoint)
     with pytest.raises(Interrupted):
         fit(make_module(), tmp_path, BATCHES, callbacks=callbacks)
-    assert handlers == [signal.SIG_DFL]
+    assert seen == [signal.SIG_DFL]
 
 
-def test_handlers_are_put_back_when_training_ends(tmp_path):
-    before = [signal.getsignal(signum) for signum in StopOnSignal.SIGNALS]
-    checkpoint = RunCheckpoint()
-    fit(make_module(), tmp_path, BATCHES[:1], callbacks=(StopOnSignal(checkpoint), checkpoint))
-    assert [signal.getsignal(signum) for signum in StopOnSignal.SIGNALS] == before
+@pytest.mark.parametrize("end", [lambda c: c.on_train_end(None, None), lambda c: c.on_exception(None, None, None)])
+def test_handlers_are_put_back_when_training_ends(end):
+    before, callback = handlers(), StopOnSignal(RunCheckpoint())
+    callback.on_train_start(None, None)
+    assert not set(handlers()) & set(before)
+    end(callback)
+    assert handlers() == before
+
+
+def test_a_signal_outside_training_ends_the_command_at_once():
+    before, callback = handlers(), StopOnSignal(RunCheckpoint())
+    with pytest.raises(Interrupted, match="there is nothing to resume"), callback.handling():
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("went on after the signal")
+    assert handlers() == before
 
 
 # The plot

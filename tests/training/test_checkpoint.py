@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import lightning
 import pytest
@@ -100,6 +101,11 @@ def test_a_module_of_another_shape_is_refused_by_the_setting_that_differs(change
         DecoderModule.load_from_checkpoint(saved[1], decoder=small(**{"d_model": 32, **changes}))
 
 
+def test_a_module_of_another_parametrization_is_refused_too(saved):
+    with pytest.raises(ConfigError, match=r"d_base=8: checkpoint has d_base 16, you asked for 8; use 16"):
+        DecoderModule.load_from_checkpoint(saved[1], parametrization=mup(d_base=8))
+
+
 def test_what_is_no_shape_may_differ(saved):
     again = DecoderModule.load_from_checkpoint(saved[1], seed=7, n_micro_batch=2)
     assert (again.seed, again.n_micro_batch) == (7, 2)
@@ -117,6 +123,7 @@ def test_load_plain_reads_a_checkpoint(saved):
         (b"no checkpoint", "is not readable"),
         ({"state_dict": {}}, "was not written by this package"),
         ([1], "was not written by this package"),
+        ({"mutransformer": Path("no plain type")}, "is not readable"),
     ],
 )
 def test_load_plain_refuses_anything_else_in_a_line(content, rule, tmp_path):

@@ -173,13 +173,14 @@ def test_weights_that_are_not_finite_are_found_by_name():
 
 
 def test_hyper_parameters_are_plain_and_make_the_same_module():
-    module = make_module(
-        small(n_kv_head=1), mup(lr_multiplier=RoleMultipliers(query=2.0)), SGD, gradient_clip=1.0, seed=3
-    )
+    others = {"gradient_clip": 1.0, "seed": 3, "n_micro_batch": 2, "loss_mean_over": "positions", "compile": True}
+    module = make_module(small(n_kv_head=1), mup(lr_multiplier=RoleMultipliers(query=2.0)), SGD, **others)
     again = DecoderModule(**module.hyper_parameters)
-    assert again.hyper_parameters == module.hyper_parameters
     assert again.plan == module.plan
-    assert type(module.hyper_parameters["decoder"]) is dict
+    configs = ("decoder", "parametrization", "optimizer", "schedule")
+    assert {name: type(module.hyper_parameters[name]) for name in configs} == dict.fromkeys(configs, dict)
+    for hyper_parameters in (module.hyper_parameters, again.hyper_parameters):
+        assert {name: value for name, value in hyper_parameters.items() if name not in configs} == others
 
 
 # Precision
@@ -202,10 +203,12 @@ def test_precision_sets_masters_and_compute_dtype(precision, masters, logits, tm
     assert module(random_tokens(1)).dtype == getattr(torch, logits)
 
 
-def test_bf16_mixed_is_the_decoders_own_bfloat16_and_no_autocast_on_top(tmp_path):
-    outputs, batch = Outputs(), random_batch()
-    fit(make_module(), tmp_path, [batch], precision="bf16-mixed", callbacks=(outputs,))
-    fresh = make_module()
+# elu: its scores are multiplied in float32, which autocast would not do
+@pytest.mark.parametrize("attention_activation", ["softmax", "elu"])
+def test_bf16_mixed_is_the_decoders_own_bfloat16_and_no_autocast_on_top(attention_activation, tmp_path):
+    outputs, batch, config = Outputs(), random_batch(), small(attention_activation=attention_activation)
+    fit(make_module(config), tmp_path, [batch], precision="bf16-mixed", callbacks=(outputs,))
+    fresh = make_module(config)
     fresh.configure_model()
     fresh.decoder.compute_dtype = torch.bfloat16
     assert outputs.values[0]["loss"] == (fresh.loss_sum(batch) / 32).item()
