@@ -173,11 +173,12 @@ class DecoderConfig:
     def width_multiples(self, parametrization: ParametrizationConfig) -> dict[str, float]:
         """Logical axis -> size over that of the base width; each by its own dimension, by real division.
 
-        Grouped key/value heads grow with the heads; a single one (multi-query) does not grow.
+        That of the feed-forward width is taken before rounding to whole features: 1 at the base width. Grouped
+        key/value heads grow with the heads; a single one (multi-query) does not grow.
         """
         m = self.d_model / parametrization.d_base
-        d_ff_base = max(1, int((parametrization.ff_multiple_base or self.ff_multiple) * parametrization.d_base))
-        grows = {"embed": m, "heads": m, "kv_heads": 1.0 if self.n_kv_head == 1 else m, "mlp": self.d_ff / d_ff_base}
+        m_ff = m * self.ff_multiple / (parametrization.ff_multiple_base or self.ff_multiple)
+        grows = {"embed": m, "heads": m, "kv_heads": 1.0 if self.n_kv_head == 1 else m, "mlp": m_ff}
         return {axis: grows.get(axis, 1.0) for axis in self.axis_sizes()}
 
     def plan(self, parametrization: ParametrizationConfig, optimizer: OptimizerConfig) -> Plan:

@@ -25,16 +25,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException as error:
-            temporary.unlink(missing_ok=True)
+            if temporary.is_file():
+                temporary.unlink()
             if isinstance(error, (OSError, RuntimeError)):  # torch.save turns a full disk into a RuntimeError
                 reason = error.__context__ if isinstance(error.__context__, OSError) else error
                 message = f"checkpoint {path} could not be written ({reason}); what was there is intact"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from helpers import rows_of, small
 from hypothesis import given
@@ -294,7 +292,7 @@ def test_width_multiple_is_a_real_division(n_head, d_base, ff_multiple, ff_multi
     decoder = small(d_model=8 * n_head, ff_multiple=ff_multiple)
     rows = rows_of(decoder, ParametrizationConfig(d_base=d_base, ff_multiple_base=ff_multiple_base))
     m = 8 * n_head / d_base
-    m_f = math.floor(ff_multiple * 8 * n_head) / max(1, math.floor(ff_multiple_base * d_base))
+    m_f = ff_multiple * 8 * n_head / (ff_multiple_base * d_base)
     for name in ("embedding", "w_query", "w_attention_out", "w_ff_in", "unembedding"):
         assert rows[name].width_multiple == pytest.approx(m, rel=1e-12)
     assert rows["w_ff_out"].width_multiple == pytest.approx(m_f, rel=1e-12)
