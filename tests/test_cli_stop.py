@@ -52,29 +52,32 @@ def test_signal_saves_and_the_printed_command_goes_on_to_the_same_bits(signum, c
     assert_same_state(undisturbed, last_checkpoint(tmp_path / "on"))
 
 
-def killed_runs_reach_the_same_bits(n_kills: int, corpus: str, undisturbed: Path, root: Path) -> None:
-    """Kills a run that saves at every step `n_kills` times at random moments, resumes, and compares the end."""
-    draw, resume = random.Random(0), []
+def killed_runs_reach_the_same_bits(n_kills: int, n_steps: int, corpus: str, root: Path) -> None:
+    """Kills a run that saves at every step `n_kills` times at random moments, resumes, and compares the end.
+
+    `n_steps` must be more than the run makes between its kills, half a second each.
+    """
+    draw, resume, length = random.Random(0), [], f"--trainer.max_steps={n_steps}"
+    assert main(["fit", *tiny(corpus, root / "undisturbed", length)]) == 0
     for i in range(n_kills):
-        arguments = tiny(corpus, root / str(i), "--checkpoint.every_n_steps=1", *resume)
-        process = in_own_process("fit", *arguments)
+        process = in_own_process("fit", *tiny(corpus, root / str(i), length, "--checkpoint.every_n_steps=1", *resume))
         wait_for(root / str(i) / "version_0/checkpoints/last.ckpt")
         time.sleep(draw.uniform(0, 0.5))
         process.kill()
         process.communicate(timeout=60)
         resume = [f"--ckpt_path={last_checkpoint(root / str(i))}"]
-        assert torch.load(last_checkpoint(root / str(i)), weights_only=True)["global_step"] > 0
-    assert main(["fit", *tiny(corpus, root / "on", *resume)]) == 0
-    assert_same_state(undisturbed, last_checkpoint(root / "on"))
+        assert 0 < torch.load(last_checkpoint(root / str(i)), weights_only=True)["global_step"] < n_steps
+    assert main(["fit", *tiny(corpus, root / "on", length, *resume)]) == 0
+    assert_same_state(last_checkpoint(root / "undisturbed"), last_checkpoint(root / "on"))
 
 
-def test_kill_9_leaves_the_last_checkpoint_readable(corpus, undisturbed, tmp_path):
-    killed_runs_reach_the_same_bits(2, corpus, undisturbed, tmp_path)
+def test_kill_9_leaves_the_last_checkpoint_readable(corpus, tmp_path):
+    killed_runs_reach_the_same_bits(2, 300, corpus, tmp_path)
 
 
 @pytest.mark.slow
-def test_many_kills_at_random_moments(corpus, undisturbed, tmp_path):
-    killed_runs_reach_the_same_bits(12, corpus, undisturbed, tmp_path)
+def test_many_kills_at_random_moments(corpus, tmp_path):
+    killed_runs_reach_the_same_bits(12, 1500, corpus, tmp_path)
 
 
 @pytest.mark.parametrize("steps", [[17], [20, 34], [16, 17, 18]])
