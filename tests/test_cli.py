@@ -302,3 +302,23 @@ def test_foreign_checkpoint_is_one_line(content, tmp_path, capsys):
     torch.save(content, tmp_path / "foreign.ckpt")
     assert main(["validate", f"--ckpt_path={tmp_path / 'foreign.ckpt'}"]) == 2
     assert "was not written by this package" in capsys.readouterr().err
+
+
+def test_learning_rate_monitor_shows_each_parameter_by_name(corpus, tmp_path):
+    monitor = "--trainer.callbacks+=LearningRateMonitor"
+    assert main(["fit", *tiny(corpus, tmp_path, monitor, "--trainer.max_steps=5")]) == 0
+    header = (tmp_path / "version_0/metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"lr-AdamW/w_query", "lr-AdamW/embedding", "lr-AdamW/unembedding"} <= set(header)
+
+
+@pytest.mark.parametrize(("learning_rate", "same"), [(0, True), (1e-3, False)])
+def test_learning_rate_zero_changes_nothing(learning_rate, same, corpus, tmp_path):
+    """Not even by weight decay; with another rate more steps give other weights."""
+    settings = [f"--model.optimizer.learning_rate={learning_rate}", "--model.optimizer.weight_decay=0.001"]
+    weights = []
+    for n_steps in (1, 6):
+        args = tiny(corpus, tmp_path / str(n_steps), *settings, f"--trainer.max_steps={n_steps}")
+        assert main(["fit", *args]) == 0
+        checkpoint = torch.load(last_checkpoint(tmp_path / str(n_steps)), weights_only=True)
+        weights.append({k: v for k, v in checkpoint["state_dict"].items() if k.startswith("decoder.")})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) is same
