@@ -58,6 +58,13 @@ class SignalAt(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class SlowSteps(Callback):
+    """Makes each step long enough for a signal to come before the last."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.03)
+
+
 class SlowSetup(Callback):
     """Keeps the command in its set-up, before the first step, for a minute."""
 
@@ -72,7 +79,13 @@ def in_own_process(*args: str, **options: Any) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **options.pop("env", {})},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(Path(__file__).parent),  # for the callbacks above
+            **options.pop("env", {}),
+        },
         **options,
     )
 

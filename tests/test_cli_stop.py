@@ -38,7 +38,8 @@ def wait_for(path: Path, timeout_s: float = 120) -> None:
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_and_the_printed_command_goes_on_to_the_same_bits(signum, code, corpus, undisturbed, tmp_path):
     # epochs are longer than the 7 steps between checkpoints, so a stop falls into the middle of one
-    process = in_own_process("fit", *tiny(corpus, tmp_path, "--checkpoint.every_n_steps=7"))
+    slow = "--trainer.callbacks+=cli_runs.SlowSteps"
+    process = in_own_process("fit", *tiny(corpus, tmp_path, slow, "--checkpoint.every_n_steps=7"))
     wait_for(tmp_path / "version_0/checkpoints/last.ckpt")
     process.send_signal(signum)
     out, error = process.communicate(timeout=120)
@@ -96,7 +97,7 @@ def test_shorter_runs_in_a_row_equal_one_long_run(steps, corpus, undisturbed, tm
 
 def test_signal_before_the_first_step_says_that_there_is_nothing_to_resume(corpus, tmp_path):
     slow = "--trainer.callbacks+=cli_runs.SlowSetup"
-    process = in_own_process("fit", *tiny(corpus, tmp_path, slow), env={"PYTHONPATH": str(Path(__file__).parent)})
+    process = in_own_process("fit", *tiny(corpus, tmp_path, slow))
     wait_for(tmp_path / "version_0/config.yaml")
     time.sleep(1)
     process.send_signal(signal.SIGINT)
