@@ -32,6 +32,10 @@ class SaveError(RuntimeError):
     """A file could not be written whole (full disk, quota, permissions); what was there before is intact."""
 
 
+class CheckFailed(RuntimeError):
+    """A check came to FAIL; the message says which, the report before it why."""
+
+
 class Interrupted(RuntimeError):
     """A signal asked the command to stop; the message says what was saved and how to go on.
 

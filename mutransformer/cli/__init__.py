@@ -13,12 +13,22 @@ import warnings
 from collections.abc import Sequence
 
 from mutransformer import __version__
-from mutransformer.errors import EXIT_FAILURE, EXIT_USER_ERROR, ConfigError, Interrupted, NonFiniteError, SaveError
+from mutransformer.errors import (
+    EXIT_FAILURE,
+    EXIT_USER_ERROR,
+    CheckFailed,
+    ConfigError,
+    Interrupted,
+    NonFiniteError,
+    SaveError,
+)
 
 COMMANDS = {
     "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
     "validate": "validation loss of a checkpoint (--ckpt_path)",
     "test": "test loss of a checkpoint (--ckpt_path)",
+    "coordcheck": "train a few steps at several widths: does every tensor keep its size? PASS or FAIL, with SP as control",
+    "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, with SP as control",
     "describe": "print the parameter plan: role, init, learning rate and decay of every tensor; makes no weights",
 }
 
@@ -43,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None: those of the process.
     Returns:
-        0 done; 1 training met a loss that is not finite, or the disk a failure; 2 a user's mistake; 130 and 143
+        0 done; 1 a check came to FAIL, training met a loss that is not finite, or the disk a failure; 2 a user's mistake; 130 and 143
         stopped by SIGINT and SIGTERM with the state saved.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args in ([], ["-h"], ["--help"]):
-        print(USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
+        print(USAGE.format(commands="\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items())))
         return 0
     if args == ["--version"]:
         print(__version__)
@@ -58,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left, as in `describe | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (ConfigError, NonFiniteError, SaveError, OSError, Interrupted, KeyboardInterrupt) as error:
+    except (CheckFailed, ConfigError, NonFiniteError, SaveError, OSError, Interrupted, KeyboardInterrupt) as error:
         if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
             raise
         return _report(error)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import yaml
 from jsonargparse import ArgumentError, Namespace
@@ -21,8 +21,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mutransformer.cli.config_files import flatten, given_keys, in_order_of_precedence
-from mutransformer.cli.describe import print_plan
 from mutransformer.cli.parse_errors import from_message
+from mutransformer.cli.trainer import WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import ConfigError
 from mutransformer.training.callbacks import (
@@ -34,20 +34,15 @@ from mutransformer.training.callbacks import (
     bits_per_byte,
 )
 from mutransformer.training.checkpoint import AtomicCheckpointIO, load_plain
-from mutransformer.training.module import DecoderModule, check_precision
+from mutransformer.training.module import LINKED_SETTINGS, NOT_FOR_TRAINER, DecoderModule, check_precision
 
-# trainer settings that the module carries out itself: one batch is one step, split and clipped by the module
-LINKS_TO_MODULE = {
-    "trainer.accumulate_grad_batches": "model.n_micro_batch",
-    "trainer.gradient_clip_val": "model.gradient_clip",
-}
 # (set by the user, follows from it, how)
 LINKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("data.sequence_len", "model.decoder.sequence_len", {}),
     ("data.vocab_size", "model.decoder.vocab_size", {"apply_on": "instantiate"}),
-    ("trainer.max_steps", "model.schedule.total_steps", {}),
-    ("seed_everything", "model.seed", {"compute_fn": int}),
-    *((source, target, {}) for source, target in LINKS_TO_MODULE.items()),
+    *(
+        (source, target, {"compute_fn": int} if source == "seed_everything" else {})
+        for source, target in LINKED_SETTINGS.items()
+    ),
 )
 
 # an abbreviated option would escape the check of what was given against a checkpoint
@@ -66,18 +61,6 @@ TRAINER_DEFAULTS = {
 FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed")
 
 
-class RunTrainer(Trainer):
-    """Lightning's Trainer with the command `describe`."""
-
-    def describe(self, model: Any, datamodule: Any, format: Literal["table", "json", "csv"] = "table") -> None:
-        """Print one row a parameter: role, shape, initialization, learning rate, decay; makes no weights.
-
-        Args:
-            format: `table` for people, `json` or `csv` for programs.
-        """
-        print_plan(model.plan, format)
-
-
 class RunCLI(LightningCLI):
     """Parses one subcommand, wires data, model and trainer, runs it.
 
@@ -90,12 +73,12 @@ class RunCLI(LightningCLI):
         "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
         "validate": {"model", "dataloaders", "datamodule", "weights_only"},
         "test": {"model", "dataloaders", "datamodule", "weights_only"},
-        "describe": {"model", "datamodule"},
+        **{name: {"model", "datamodule"} for name in WITHOUT_TRAINER},
     }
 
     def __init__(self, subcommand: str, args: list[str]) -> None:
         _quiet_libraries()
-        self._only = subcommand
+        self._only, self._args = subcommand, args
         self._given = given_keys(args)
         super().__init__(
             DecoderModule,
@@ -126,8 +109,7 @@ class RunCLI(LightningCLI):
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
-            keys = self._parser(self._only).get_defaults(skip_validation=True).keys()
-            raise from_message(str(error), keys) from error
+            raise from_message(str(error), self._known_keys()) from error
         section = self._section(self.config)
         section.base = None  # its values are in the config now
         seed, interval = section.seed_everything, section.trainer.val_check_interval
@@ -160,17 +142,33 @@ class RunCLI(LightningCLI):
                 rule = f"checkpoint {ckpt_path} has {value!r}"
                 raise ConfigError(source, section[key], rule, f"use {value!r}, or leave it out")
 
+    def resolve(self, *more: str) -> dict[str, Any]:
+        """The settings as plain values, after more command line.
+
+        Raises:
+            ConfigError: as for what the user typed.
+        """
+        try:
+            parsed = self.parser.parse_args([self._only, *in_order_of_precedence([*self._args, *more])])
+        except ArgumentError as error:
+            raise from_message(str(error), self._known_keys()) from error
+        text = self._parser(self._only).dump(parsed[self._only], skip_none=False, skip_link_targets=False)
+        return yaml.safe_load(text)
+
+    def _known_keys(self) -> Any:
+        return self._parser(self._only).get_defaults(skip_validation=True).keys()
+
     def _section(self, config: Namespace) -> Namespace:
         return config[config.subcommand]
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        if self.subcommand == "describe":
-            return RunTrainer.__new__(RunTrainer)
+        if self.subcommand in WITHOUT_TRAINER:
+            return RunTrainer.without_engine(self.resolve)
         config = self._section(cast(Namespace, self.config_init))
         trainer, checkpoint = config.trainer, config.checkpoint
         check_precision(trainer.precision)
-        for source in LINKS_TO_MODULE:
-            trainer.pop(source.removeprefix("trainer."))
+        for name in NOT_FOR_TRAINER:
+            trainer.pop(name)
         self._dump_config()
         self.model.run_config = yaml.safe_load(yaml.safe_dump(self.config_dump))
         if trainer.gradient_clip_algorithm not in (None, "norm"):
@@ -199,7 +197,7 @@ class RunCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
-            with nullcontext() if subcommand == "describe" else self.stop.handling():
+            with nullcontext() if subcommand in WITHOUT_TRAINER else self.stop.handling():
                 super()._run_subcommand(subcommand)
         except MisconfigurationException as error:
             raise _trainer_error(error) from error

@@ -26,6 +26,17 @@ from mutransformer.training.schedule import ScheduleConfig, schedule_factor
 
 Batch = Mapping[str, torch.Tensor]
 
+# settings of other sections that a module takes as arguments: nobody types them twice
+LINKED_SETTINGS: Mapping[str, str] = {
+    "seed_everything": "model.seed",
+    "data.sequence_len": "model.decoder.sequence_len",
+    "trainer.max_steps": "model.schedule.total_steps",
+    "trainer.accumulate_grad_batches": "model.n_micro_batch",
+    "trainer.gradient_clip_val": "model.gradient_clip",
+}
+# of these, what Lightning's Trainer must not see: one batch is one step, split and clipped by the module
+NOT_FOR_TRAINER = ("accumulate_grad_batches", "gradient_clip_val")
+
 # trainer.precision -> dtype the model computes in; masters keep theirs (float32, float64 under 64-true)
 COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"32-true": None, "64-true": None, "bf16-mixed": torch.bfloat16}
 

@@ -1,0 +1,122 @@
+"""Lightning's Trainer with the commands that are ours: a method each, whose arguments are the command's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+
+from mutransformer.cli.describe import print_plan
+from mutransformer.errors import CheckFailed, ConfigError
+
+# commands that need no device of their own: they train nothing, or make a Trainer for each of many runs
+WITHOUT_TRAINER = ("describe", "coordcheck", "transfer")
+
+DEFAULT_SPACE = {
+    "model.optimizer.learning_rate": [0.004, 0.125],
+    "model.parametrization.input_multiplier": [0.5, 4.0],
+    "model.parametrization.output_multiplier": [0.5, 16.0],
+    "model.parametrization.qk_scale": [0.03, 1.0],
+    "model.parametrization.lr_multiplier.embedding": [1.0, 16.0],
+}
+
+
+class RunTrainer(Trainer):
+    """Lightning's Trainer with more commands."""
+
+    resolve: Callable[..., dict[str, Any]]
+
+    @classmethod
+    def without_engine(cls, resolve: Callable[..., dict[str, Any]]) -> RunTrainer:
+        """One that only carries the commands of WITHOUT_TRAINER.
+
+        Args:
+            resolve: (more command line...) -> the settings as plain values.
+        """
+        trainer = cls.__new__(cls)
+        trainer.resolve = resolve
+        return trainer
+
+    def describe(self, model: Any, datamodule: Any, format: Literal["table", "json", "csv"] = "table") -> None:
+        """Print one row a parameter: role, shape, initialization, learning rate, decay; makes no weights.
+
+        Args:
+            format: `table` for people, `json` or `csv` for programs.
+        """
+        print_plan(model.plan, format)
+
+    def transfer(
+        self,
+        model: Any,
+        datamodule: Any,
+        widths: list[int] = [32, 64, 128, 256],  # noqa: B006  # read by jsonargparse as the option's default
+        log2_learning_rates: list[float] = [-9, -8, -7, -6, -5, -4, -3],  # noqa: B006
+        seeds: list[int] = [1, 2, 3],  # noqa: B006
+        axis: str | None = None,
+        compare: str | None = "sp",
+        jobs: int = 1,
+        shard: str = "1/1",
+        search: int = 0,
+        search_space: dict[str, list[float]] = DEFAULT_SPACE,  # noqa: B006
+        out: str = "runs/transfer",
+    ) -> None:
+        """Sweep the learning rate at several widths, and judge whether the best one stays where it is.
+
+        Args:
+            widths: values of model.decoder.d_model; d_head stays, so they are multiples of it.
+            log2_learning_rates: exponents of two, equally spaced.
+            seeds: of the initialization and of the order of the data; three or more give intervals.
+            axis: one more setting and its values, as in model.decoder.n_layer=2,4,8.
+            compare: the control: `sp`, the standard parametrization, or a changed setting as in
+                model.parametrization.depth_rule=none; null: none.
+            jobs: runs side by side, each on its share of the cores.
+            shard: i/n, to run every n-th point from the i-th: one of n machines.
+            search: how many sets of constants to draw at the narrowest width; the best goes to best.yaml and is run at
+                every width, instead of the grid; 0: no search.
+            search_space: setting -> [lowest, highest] of what is drawn.
+            out: folder of the study; points that are there already are not run again.
+        """
+        from mutransformer.verify.settings import standard, value_at
+        from mutransformer.verify.search import Space
+        from mutransformer.verify.study import search as run_search
+        from mutransformer.verify.study import transfer as run_transfer
+        from mutransformer.verify.transfer import Grid
+
+        settings = self.resolve()
+        parsed_axis = None
+        if axis is not None:
+            key, texts = _key_and_value("axis", axis)
+            parsed_axis = (key, [value_at(self.resolve(f"--{key}={text}"), key) for text in texts.split(",")])
+        control = None
+        if compare == "sp":
+            control = ("sp", standard(settings))
+        elif compare is not None:
+            key, text = _key_and_value("compare", compare)
+            control = (compare.removeprefix("model.parametrization."), self.resolve(f"--{key}={text}"))
+        grid = Grid(
+            widths=widths, log2_learning_rates=log2_learning_rates, seeds=seeds, axis=parsed_axis, control=control
+        )
+        options = {"n_jobs": jobs, "shard": _shard(shard)}
+        if search:
+            space = Space(bounds={key: (low, high) for key, (low, high) in search_space.items()})
+            verdict = run_search(settings, space, grid, search, Path(out), **options)
+        else:
+            verdict = run_transfer(settings, grid, Path(out), **options)
+        if verdict is not None and not verdict.passed:
+            raise CheckFailed(f"{verdict}; see {out}/verdict.json")
+
+
+def _key_and_value(option: str, text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ConfigError(option, text, "is not a setting with a value", "write model.decoder.n_layer=2,4,8")
+    return key.removeprefix("--"), value
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise ConfigError("shard", text, "must be i/n with i from 1 to n", "write 1/4")
+    return int(index), int(count)

@@ -1,0 +1,1 @@
+"""Checks of the claim "tune small, train big": coordinate check, transfer study, their verdicts and pictures."""

@@ -1,0 +1,276 @@
+"""The runs of a study: each is a point that is trained once, stored under its settings' hash, and never repeated.
+
+A study that is stopped, however it is stopped, goes on with what is left; points of several studies, machines and
+shards may lie in one folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing as mp
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from mutransformer.data.datamodule import TextDataModule
+from mutransformer.training.callbacks import RunCheckpoint
+from mutransformer.verify.settings import Settings, build_data, build_module, build_trainer, quiet
+
+# parts of the settings that change what a run computes; of the trainer's, these alone
+_SECTIONS = ("model", "data", "seed_everything")
+_TRAINER = ("max_steps", "precision", "gradient_clip_val", "accumulate_grad_batches", "limit_train_batches")
+_CHECK_EVERY_N_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run of a study.
+
+    Args:
+        variant: which of the study's curves it belongs to, e.g. `mup` or `sp`.
+        changes: dotted key -> value, what it differs in from other points of the variant.
+        settings: all of its settings.
+    """
+
+    variant: str
+    changes: Mapping[str, Any]
+    settings: Settings
+
+    @property
+    def key(self) -> str:
+        """Hash of all that changes what is computed."""
+        kept = {name: self.settings[name] for name in _SECTIONS}
+        kept["trainer"] = {name: self.settings["trainer"].get(name) for name in _TRAINER}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came out of a point.
+
+    Args:
+        status: `done`; `diverged`, where the loss was not finite; `failed`, where there was an error.
+        losses: training loss of each step in nats a token, float32; up to the first that is not finite.
+        seconds: wall time of the run.
+        error: the last line of the error.
+    """
+
+    status: str
+    losses: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    seconds: float = 0.0
+    error: str = ""
+
+    def final_loss(self) -> float:
+        """Mean loss of the last sixth of the run, in nats a token; infinite where the run did not get there."""
+        n_last = max(1, len(self.losses) // 6)
+        return float(self.losses[-n_last:].mean()) if self.status == "done" else math.inf
+
+
+class _Losses(Callback):
+    """Keeps the loss of each step; ends the run soon after one that is not finite."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(outputs["loss"])
+        if len(self.losses) % _CHECK_EVERY_N_STEPS == 0:  # so that an accelerator is not waited for at each step
+            recent = torch.stack(self.losses[-_CHECK_EVERY_N_STEPS:])
+            trainer.should_stop = trainer.should_stop or not bool(torch.isfinite(recent).all())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": torch.stack(self.losses)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses = list(state_dict["losses"].unbind())
+
+
+def train(point: Point, data: TextDataModule, checkpoints: Path) -> Result:
+    """Trains one point, from its checkpoint where an earlier attempt left one.
+
+    Args:
+        point: settings of the run.
+        data: its data module, whose tokens may be shared with other points.
+        checkpoints: folder for checkpoints, written where the settings ask for some before the end of the run.
+    """
+    settings = point.settings
+    losses = _Losses()
+    callbacks: list[Callback] = [losses]
+    every, n_steps = settings.get("checkpoint", {}).get("every_n_steps", 0), settings["trainer"]["max_steps"]
+    if 0 < every < n_steps:
+        callbacks.append(RunCheckpoint(every, save_best=False, dirpath=str(checkpoints)))
+    last = checkpoints / "last.ckpt"
+    start = time.perf_counter()
+    with quiet():
+        module = build_module(settings, data.vocab_size)
+        build_trainer(settings, callbacks).fit(module, datamodule=data, ckpt_path=last if last.exists() else None)
+    curve = torch.stack(losses.losses).float().cpu().numpy()
+    bad = np.flatnonzero(~np.isfinite(curve))
+    return Result(
+        status="diverged" if len(bad) else "done",
+        losses=curve[: bad[0]] if len(bad) else curve,
+        seconds=time.perf_counter() - start,
+    )
+
+
+class Store:
+    """The points of a folder: `points/KEY/losses.npy`, and `done.json` written last, the mark of a whole point."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "points"
+
+    def path(self, point: Point) -> Path:
+        return self.folder / point.key
+
+    def load(self, point: Point) -> Result | None:
+        """The point's result; None where it is not done."""
+        folder = self.path(point)
+        try:
+            done = json.loads((folder / "done.json").read_text())
+            return Result(**done["result"], losses=np.load(folder / "losses.npy"))
+        except FileNotFoundError:
+            return None
+
+    def save(self, point: Point, result: Result) -> None:
+        """Keeps a result. A failed point is not marked done: the next run tries it again."""
+        if result.status == "failed":
+            return
+        folder = self.path(point)
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "losses.npy", result.losses)
+        done = {
+            "variant": point.variant,
+            "changes": dict(point.changes),
+            "result": {"status": result.status, "seconds": result.seconds},
+        }
+        write_whole(folder / "done.json", json.dumps(done, indent=1) + "\n")
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+class _Runner:
+    """Trains points one after the other; keeps the tokens of the data that several of them share."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._data: dict[str, TextDataModule] = {}
+
+    def __call__(self, point: Point) -> Result:
+        try:
+            return train(point, self._data_of(point.settings), self._store.path(point) / "checkpoints")
+        except Exception as error:  # a point that fails is a row of the table, not the end of the study
+            if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
+                traceback.print_exc()
+            return Result(status="failed", error=f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def _data_of(self, settings: Settings) -> TextDataModule:
+        shared = {name: value for name, value in settings["data"].items() if name != "shuffle_seed"}
+        key = json.dumps(shared, sort_keys=True)
+        if key not in self._data:
+            self._data[key] = build_data(settings)
+        self._data[key].shuffle_seed = settings["data"]["shuffle_seed"]
+        return self._data[key]
+
+
+def run(points: Sequence[Point], store: Store, n_jobs: int, on_result: Callable[[Point, Result], None]) -> None:
+    """Trains all points that are not done; calls `on_result` for each as it ends, done ones first.
+
+    Args:
+        points: the study's.
+        store: where results are kept.
+        n_jobs: processes side by side, which share the machine's cores; 1: this process.
+        on_result: called in this process.
+    """
+    left = []
+    for point in points:
+        if (result := store.load(point)) is None:
+            left.append(point)
+        else:
+            on_result(point, result)
+    for point, result in _in_this_process(left, store) if n_jobs == 1 else _side_by_side(left, store, n_jobs):
+        store.save(point, result)
+        on_result(point, result)
+
+
+def _in_this_process(points: Sequence[Point], store: Store) -> Iterable[tuple[Point, Result]]:
+    runner = _Runner(store)
+    return ((point, runner(point)) for point in points)
+
+
+def _side_by_side(points: Sequence[Point], store: Store, n_jobs: int) -> Iterable[tuple[Point, Result]]:
+    """Hands a point to each worker that has none; a worker that dies fails its point and is replaced."""
+    queue = list(points)
+    n_workers = min(n_jobs, len(queue))
+    workers = {(worker := _Worker(store, n_jobs)).pipe: worker for _ in range(n_workers)}
+    idle = list(workers.values())
+    busy: dict[Connection, Point] = {}
+    try:
+        while queue or busy:
+            while queue and idle:
+                worker, point = idle.pop(), queue.pop(0)
+                worker.pipe.send(point)
+                busy[worker.pipe] = point
+            for pipe in wait(list(busy)):
+                worker, point = workers.pop(pipe), busy.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    result = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    worker.process.join()
+                    result = Result(status="failed", error=f"its process ended with {worker.process.exitcode}")
+                    worker = _Worker(store, n_jobs)
+                workers[worker.pipe] = worker
+                idle.append(worker)
+                yield point, result
+    finally:
+        for worker in workers.values():
+            worker.process.terminate()
+
+
+class _Worker:
+    """A process that trains the points it is sent."""
+
+    def __init__(self, store: Store, n_jobs: int) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        n_threads = max(1, (os.cpu_count() or 1) // n_jobs)
+        self.process = context.Process(target=_work, args=(theirs, store, n_threads), daemon=True)
+        self.process.start()
+        theirs.close()
+
+
+def _work(pipe: Connection, store: Store, n_threads: int) -> None:
+    import signal
+    import sys
+    import warnings
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study's own process ends this one
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    torch.set_num_threads(n_threads)
+    runner = _Runner(store)
+    while True:
+        try:
+            pipe.send(runner(pipe.recv()))
+        except (EOFError, BrokenPipeError):  # the study is gone
+            return

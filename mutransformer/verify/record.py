@@ -1,0 +1,155 @@
+"""Records, in each training step, how large activations, weights and updates are. Read by `coordcheck.py`.
+
+A Lightning callback: it listens to the step that is made anyway, with or without gradient accumulation, and changes no
+bit of it. Everything is reduced on the device; numbers are fetched once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from mutransformer.model.decoder import Decoder
+from mutransformer.model.tap import recording
+
+Quantity = Literal["activation", "change", "weight", "update", "update_per_lr", "decay"]
+
+NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.abs().mean(),
+    "l2": lambda x: x.square().mean().sqrt(),
+    "max": lambda x: x.abs().max(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinate:
+    """One number of a coordinate check.
+
+    Args:
+        step: optimizer steps taken before the one it was recorded in.
+        tensor: name of an activation (see `tap`) or a module, or of a parameter.
+        layer: block from 0, for activations inside a block; else 0 (all layers of a stacked parameter together).
+        quantity: `activation`, the tensor itself; `change`, against the first recorded step on the same batch;
+            `weight`, a parameter before the step; `update`, what the step added to it; `update_per_lr`, that over the
+            group's learning rate in this step, schedule included; `decay`, the share of the weight that decay takes
+            off in this step.
+        norm: `mean` of the absolute values, `l2` (root mean square) or `max`.
+        value: the number.
+    """
+
+    step: int
+    tensor: str
+    layer: int
+    quantity: Quantity
+    norm: str
+    value: float
+
+
+class CoordinateRecorder(Callback):
+    """Collects `Coordinate`s of every step of a fit, in `rows`.
+
+    Inside a `Decoder` every `tap` is recorded; in any other module the output of each submodule without submodules.
+
+    Args:
+        norms: names from `NORMS`.
+        same_batch: whether every step sees the same batch, so that changes of activations mean something.
+    """
+
+    def __init__(self, norms: tuple[str, ...] = ("mean",), same_batch: bool = True) -> None:
+        self.norms = norms
+        self.same_batch = same_batch
+        self.rows: list[Coordinate] = []
+        self._first: dict[tuple[str, int], Tensor] = {}
+        self._listening = ExitStack()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._pending: list[tuple[str, int, Quantity, str, Tensor]] = []
+        self._counts: dict[str, int] = {}
+        self._n_forward = 0
+        self._rates = dict(_rates(trainer))
+        self._before = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        self._listening.enter_context(recording(self._activation))
+        for name, module in pl_module.named_modules():
+            if isinstance(module, Decoder):
+                self._hook(module.register_forward_pre_hook(self._count_forward))
+            elif name and not any(module.children()):
+                self._hook(module.register_forward_hook(self._module_hook(name)))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._listening.close()
+        n_forward = max(1, self._n_forward)
+        sums: dict[tuple[str, int, Quantity, str], list[Tensor]] = {}
+        for tensor, index, quantity, norm, value in self._pending:
+            # a stack of layers is passed once a forward: the n-th call of a forward is layer n
+            layer = index % (self._counts[tensor] // n_forward)
+            sums.setdefault((tensor, layer, quantity, norm), []).append(value)
+        with torch.no_grad():
+            for name, parameter in pl_module.named_parameters():
+                for key, value in self._of_parameter(name, parameter.detach()):
+                    sums[key] = [value]
+        # one transfer for all of a step; micro-batches are averaged
+        values = torch.stack([torch.stack(parts).mean().double() for parts in sums.values()]).tolist()
+        step = trainer.global_step - 1
+        self.rows += [
+            Coordinate(step=step, tensor=tensor, layer=layer, quantity=quantity, norm=norm, value=value)
+            for (tensor, layer, quantity, norm), value in zip(sums, values, strict=True)
+        ]
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._listening.close()
+
+    def _hook(self, handle: Any) -> None:
+        self._listening.callback(handle.remove)
+
+    def _count_forward(self, module: nn.Module, args: Any) -> None:
+        self._n_forward += 1
+
+    def _module_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                self._activation(name, output.detach())
+
+        return hook
+
+    @torch.no_grad()
+    def _activation(self, name: str, x: Tensor) -> None:
+        index = self._counts.get(name, 0)
+        self._counts[name] = index + 1
+        quantities: dict[Quantity, Tensor] = {"activation": x}
+        if self.same_batch and (first := self._first.setdefault((name, index), x)) is not x:
+            quantities["change"] = x - first
+        for quantity, tensor in quantities.items():
+            for norm in self.norms:
+                self._pending.append((name, index, quantity, norm, NORMS[norm](tensor.float())))
+
+    def _of_parameter(self, name: str, after: Tensor) -> Iterator[tuple[tuple[str, int, Quantity, str], Tensor]]:
+        short = name.removeprefix("decoder.")
+        before = self._before[name]
+        lr, decay = self._rates[name]
+        update = after - before
+        for norm in self.norms:
+            reduce = NORMS[norm]
+            yield (short, 0, "weight", norm), reduce(before)
+            yield (short, 0, "update", norm), reduce(update)
+            if lr:
+                yield (short, 0, "update_per_lr", norm), reduce(update) / lr
+        yield (short, 0, "decay", "mean"), torch.tensor(lr * decay, device=after.device)
+
+
+def _rates(trainer: Trainer) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Parameter name -> (learning rate, weight decay) of its group, as they are now."""
+    names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            decay = group.get("decoupled_weight_decay", group.get("weight_decay", 0.0))
+            for parameter in group["params"]:
+                yield names[parameter], (float(group["lr"]), decay)

@@ -1,0 +1,223 @@
+"""Runs a study's points, keeps its table, and draws and judges once all are there. Called by the command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mutransformer.errors import Interrupted
+from mutransformer.verify.points import Point, Result, Store, run, write_whole
+from mutransformer.verify.search import Space, constants, finalists, search_points, write_best
+from mutransformer.verify.settings import LEARNING_RATE, Settings, build_data, build_module, changed
+from mutransformer.verify.transfer import Grid, Sweep, fixed_settings_that_vary, judge, judge_search, sweeps
+from mutransformer.verify.verdict import Verdict, table
+
+
+def transfer(
+    settings: Settings, grid: Grid, folder: Path, *, n_jobs: int = 1, shard: tuple[int, int] = (1, 1)
+) -> Verdict | None:
+    """Trains the grid's points that are not done, then judges.
+
+    Args:
+        settings: of a run; the grid changes them.
+        grid: what varies.
+        folder: `points/`, `transfer.csv`, `transfer.png`, `wider.png` and `verdict.json` lie here.
+        n_jobs: processes side by side.
+        shard: (i, n): only every n-th point, from the i-th, i from 1. The points of other shards are read where the
+            folder has them.
+    Returns:
+        The verdict; None while points of other shards are missing.
+    Raises:
+        ConfigError: a point whose settings cannot work; before anything is trained.
+        Interrupted: by SIGINT or SIGTERM; what is done is kept.
+    """
+    points = grid.points(settings)
+    warnings = fixed_settings_that_vary(points)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    results = run_points(points, folder, "transfer.csv", n_jobs=n_jobs, shard=shard)
+    if len(results) < len(points):
+        print(f"{len(results)} of {len(points)} points are in {folder}: the verdict needs all")
+        return None
+    found = sweeps([(point, results[point.key]) for point in points], grid.size_key)
+    name = grid.size_key.rpartition(".")[2]
+    warmup_steps = settings["model"]["schedule"]["warmup_steps"]
+    verdict = judge(found, size_name=name, warmup_steps=warmup_steps, notes=warnings)
+    verdict.save(folder / "verdict.json")
+    from mutransformer.verify.plots import plot_transfer, plot_wider
+
+    plot_transfer(found, name, folder / "transfer.png")
+    plot_wider(found, name, folder / "wider.png")
+    print(report(found, name, verdict))
+    return verdict
+
+
+def run_points(
+    points: Sequence[Point], folder: Path, table_name: str, *, n_jobs: int, shard: tuple[int, int]
+) -> dict[str, Result]:
+    """Trains this shard's points that are not done; returns all results in the folder, by the points' keys."""
+    vocab_size = build_data(points[0].settings).vocab_size
+    for point in points:
+        build_module(point.settings, vocab_size)  # a plan, no weights: refuses what cannot work
+    index, count = shard
+    mine, store = points[index - 1 :: count], Store(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = {point.key: result for point in points if (result := store.load(point)) is not None}
+    progress = _Progress(sum(point.key not in results for point in mine))
+
+    def on_result(point: Point, result: Result) -> None:
+        if point.key in results:
+            return
+        results[point.key] = result
+        _write_table(points, results, folder / table_name)
+        progress.show(point, result)
+
+    _write_table(points, results, folder / table_name)
+    n_before = len(results)
+    with _signals(lambda: f"{len(results) - n_before} points done, all kept in {folder}; the same command goes on"):
+        run(mine, store, n_jobs, on_result)
+    return results
+
+
+class _Progress:
+    """A line a point: how many are done, what came out, how long the rest may take."""
+
+    def __init__(self, n_left: int) -> None:
+        self._n_left, self._n_done, self._start = n_left, 0, time.monotonic()
+
+    def show(self, point: Point, result: Result) -> None:
+        self._n_done += 1
+        rest_s = (time.monotonic() - self._start) / self._n_done * (self._n_left - self._n_done)
+        what = " ".join(f"{key.rpartition('.')[2]}={_short(value)}" for key, value in point.changes.items())
+        outcome = f"loss {result.final_loss():.4f}" if result.status == "done" else f"{result.status} {result.error}"
+        print(f"[{self._n_done}/{self._n_left}, {rest_s / 60:.0f} min left] {point.variant} {what}: {outcome}", flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"2^{math.log2(value):.3g}" if isinstance(value, float) and value > 0 else str(value)
+
+
+def _write_table(points: Sequence[Point], results: Mapping[str, Result], path: Path) -> None:
+    """One row a point that has a result."""
+    rows = [
+        {
+            "variant": point.variant,
+            **point.changes,
+            "status": result.status,
+            "loss": result.final_loss(),
+            "steps": len(result.losses),
+            "seconds": round(result.seconds, 2),
+            "error": result.error,
+            "point": point.key,
+        }
+        for point in points
+        if (result := results.get(point.key)) is not None
+    ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
+
+
+def report(found: Sequence[Sweep], size_name: str, verdict: Verdict) -> str:
+    """The verdict for the terminal: a row a size, then what was judged."""
+    rows = []
+    for sweep in found:
+        for i, size in enumerate(sweep.sizes):
+            rows.append(
+                {
+                    "": sweep.name,
+                    size_name: str(size),
+                    "best LR": f"2^{sweep.exponents[sweep.best[i]]:g}",
+                    "by parabola (log2)": str(sweep.optimum(i)),
+                    "loss there": f"{sweep.loss[i, sweep.best[i]].mean():.4f}",
+                    f"with LR of {sweep.sizes[0]}": f"{sweep.loss[i, sweep.transferred].mean():.4f}",
+                    "regret (nats)": f"{sweep.regret(i).mean:.4f}",
+                }
+            )
+    lines = [f"{'ok  ' if finding.passed else 'FAIL'} {finding.name}: {finding.reason}" for finding in verdict.findings]
+    return "\n".join(["", table(rows), "", *lines, *(f"note {note}" for note in verdict.notes), "", str(verdict)])
+
+
+@contextmanager
+def _signals(message: Callable[[], str]) -> Iterator[None]:
+    """SIGINT and SIGTERM end the block with `Interrupted`."""
+
+    def receive(signum: int, frame: Any) -> None:
+        raise Interrupted(signum, message())
+
+    previous = {signum: signal.signal(signum, receive) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def search(
+    settings: Settings,
+    space: Space,
+    grid: Grid,
+    n: int,
+    folder: Path,
+    *,
+    n_jobs: int = 1,
+    shard: tuple[int, int] = (1, 1),
+) -> Verdict | None:
+    """Draws `n` sets of constants at the smallest width, writes the best to `best.yaml`, runs it at every width.
+
+    Args:
+        settings: of a run; the draws change them.
+        space: what is drawn.
+        grid: its widths and seeds; its learning rates are the control's alone.
+        n: number of draws.
+        folder: as of `transfer`; the draws go to `search.csv`.
+        n_jobs: processes side by side.
+        shard: (i, n), as of `transfer`; it splits the draws, and the grid once they are all there.
+    Returns:
+        The verdict; None while points of other shards are missing.
+    """
+    width, seeds = grid.widths[0], list(grid.seeds)
+    draws = search_points(settings, space, n, width, seeds[0])
+    results = run_points(draws, folder, "search.csv", n_jobs=n_jobs, shard=shard)
+    if len(results) < n:
+        print(f"{len(results)} of {n} draws are in {folder}: the best is known when all are")
+        return None
+    last = finalists(draws, [results[point.key].final_loss() for point in draws], settings, seeds)
+    results |= run_points(last, folder, "finalists.csv", n_jobs=n_jobs, shard=(1, 1))
+    means = [
+        sum(results[point.key].final_loss() for point in last[i : i + len(seeds)]) / len(seeds)
+        for i in range(0, len(last), len(seeds))
+    ]
+    best = constants(last[means.index(min(means)) * len(seeds)])
+    remark = f"best of {n} draws at d_model {width}: {min(means):.4f} nats a token, mean of {len(seeds)} seeds"
+    write_best(best, folder / "best.yaml", remark)
+    print(f"{remark}; written to {folder / 'best.yaml'}")
+    exponent = math.log2(best.pop(LEARNING_RATE))
+    tuned = replace(grid, log2_learning_rates=[exponent], control=None)
+    points = tuned.points(changed(settings, best))
+    control = [point for point in grid.points(settings) if grid.control and point.variant == grid.control[0]]
+    results = run_points([*points, *control], folder, "transfer.csv", n_jobs=n_jobs, shard=shard)
+    if any(point.key not in results for point in (*points, *control)):
+        print(f"points of other shards are missing in {folder}: the verdict needs all")
+        return None
+    found = sweeps([(point, results[point.key]) for point in (*points, *control)], grid.size_key)
+    name = grid.size_key.rpartition(".")[2]
+    verdict = judge_search(found, size_name=name, n_draws=n, warmup_steps=settings["model"]["schedule"]["warmup_steps"])
+    verdict.save(folder / "verdict.json")
+    from mutransformer.verify.plots import plot_wider
+
+    plot_wider(found, name, folder / "wider.png")
+    print(report(found, name, verdict))
+    return verdict
