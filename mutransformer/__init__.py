@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig
     from mutransformer.training.module import DecoderModule
     from mutransformer.training.schedule import ScheduleConfig
+    from mutransformer.verify.coordcheck import coordcheck
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "ScheduleConfig",
     "TextDataModule",
     "__version__",
+    "coordcheck",
 ]
 
 _LAZY = {
@@ -34,6 +36,7 @@ _LAZY = {
     "ParametrizationConfig": "mutransformer.mup.config",
     "OptimizerConfig": "mutransformer.mup.config",
     "ScheduleConfig": "mutransformer.training.schedule",
+    "coordcheck": "mutransformer.verify.coordcheck",
 }
 
 

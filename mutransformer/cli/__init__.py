@@ -27,8 +27,8 @@ COMMANDS = {
     "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
     "validate": "validation loss of a checkpoint (--ckpt_path)",
     "test": "test loss of a checkpoint (--ckpt_path)",
-    "coordcheck": "train a few steps at several widths: does every tensor keep its size? PASS or FAIL, with SP as control",
-    "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, with SP as control",
+    "coordcheck": "train a few steps at several widths: does every tensor keep its size? PASS or FAIL, SP must fail",
+    "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, SP must fail",
     "describe": "print the parameter plan: role, init, learning rate and decay of every tensor; makes no weights",
 }
 
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None: those of the process.
     Returns:
-        0 done; 1 a check came to FAIL, training met a loss that is not finite, or the disk a failure; 2 a user's mistake; 130 and 143
-        stopped by SIGINT and SIGTERM with the state saved.
+        0 done; 1 a check came to FAIL, training met a loss that is not finite, or the disk a failure; 2 a user's
+        mistake; 130 and 143 stopped by SIGINT and SIGTERM with the state saved.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args in ([], ["-h"], ["--help"]):

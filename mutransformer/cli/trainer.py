@@ -47,6 +47,37 @@ class RunTrainer(Trainer):
         """
         print_plan(model.plan, format)
 
+    def coordcheck(
+        self,
+        model: Any,
+        datamodule: Any,
+        widths: list[int] = [64, 128, 256, 512, 1024],  # noqa: B006  # read by jsonargparse as the option's default
+        seeds: list[int] = [1, 2, 3],  # noqa: B006
+        norms: list[Literal["mean", "l2", "max"]] = ["mean"],  # noqa: B006
+        same_batch: bool = True,
+        control: bool = True,
+        out: str = "runs/coordcheck",
+    ) -> None:
+        """Train a few steps at several widths, and judge whether every tensor keeps its size.
+
+        Args:
+            widths: values of model.decoder.d_model; d_head stays, so they are multiples of it.
+            seeds: of the initialization and of the order of the data; intervals are over these.
+            norms: what is recorded of each tensor; the verdict is on the mean of the absolute values.
+            same_batch: train on one batch again and again, so that changes of activations are recorded too.
+            control: also run the standard parametrization, which must fail.
+            out: folder of the results.
+        """
+        from mutransformer.verify.coordcheck import coordcheck_of_settings, report
+
+        verdict = coordcheck_of_settings(
+            self.resolve(), widths=widths, seeds=seeds, norms=norms, same_batch=same_batch, control=control, out=out
+        )
+        print(report(verdict))
+        print(f"{out}: coordcheck.csv, coordcheck.png, verdict.json")
+        if not verdict.passed:
+            raise CheckFailed(f"{verdict}; see {out}/verdict.json")
+
     def transfer(
         self,
         model: Any,
@@ -59,7 +90,7 @@ class RunTrainer(Trainer):
         jobs: int = 1,
         shard: str = "1/1",
         search: int = 0,
-        search_space: dict[str, list[float]] = DEFAULT_SPACE,  # noqa: B006
+        search_space: dict[str, list[float]] = DEFAULT_SPACE,
         out: str = "runs/transfer",
     ) -> None:
         """Sweep the learning rate at several widths, and judge whether the best one stays where it is.
@@ -78,8 +109,8 @@ class RunTrainer(Trainer):
             search_space: setting -> [lowest, highest] of what is drawn.
             out: folder of the study; points that are there already are not run again.
         """
-        from mutransformer.verify.settings import standard, value_at
         from mutransformer.verify.search import Space
+        from mutransformer.verify.settings import standard, value_at
         from mutransformer.verify.study import search as run_search
         from mutransformer.verify.study import transfer as run_transfer
         from mutransformer.verify.transfer import Grid

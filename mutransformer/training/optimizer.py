@@ -78,7 +78,7 @@ class Lion(Optimizer):
 
 
 class DecoupledSGD(SGD):
-    """torch's SGD whose decay, `lr * decoupled_weight_decay`, is taken off the weight and not put into the momentum."""
+    """torch's SGD whose decay, `lr * decoupled_decay`, is taken off the weight and not put into the momentum."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -86,7 +86,7 @@ class DecoupledSGD(SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.mul_(1 - group["lr"] * group["decoupled_weight_decay"])
+                    p.mul_(1 - group["lr"] * group["decoupled_decay"])
         super().step()
         return loss
 
@@ -111,7 +111,7 @@ def _sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     if config.decay == "coupled":
         return SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     for group in groups:
-        group["decoupled_weight_decay"] = group.pop("weight_decay")
+        group["decoupled_decay"] = group.pop("weight_decay")
     return DecoupledSGD(groups, lr=config.learning_rate, momentum=config.momentum)
 
 

@@ -15,11 +15,16 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from mutransformer.model.decoder import Decoder
 from mutransformer.model.tap import recording
+from mutransformer.training.optimizer import DecoupledSGD, Lion
 
 Quantity = Literal["activation", "change", "weight", "update", "update_per_lr", "decay"]
+
+# a change of a weight by less than this share of it is the rounding of float32, not an update
+ROUNDING = 2.0**-22
 
 NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.abs().mean(),
@@ -37,9 +42,9 @@ class Coordinate:
         tensor: name of an activation (see `tap`) or a module, or of a parameter.
         layer: block from 0, for activations inside a block; else 0 (all layers of a stacked parameter together).
         quantity: `activation`, the tensor itself; `change`, against the first recorded step on the same batch;
-            `weight`, a parameter before the step; `update`, what the step added to it; `update_per_lr`, that over the
-            group's learning rate in this step, schedule included; `decay`, the share of the weight that decay takes
-            off in this step.
+            `weight`, a parameter before the step; `update`, what the step added to it, decay left out;
+            `update_per_lr`, that over the group's learning rate in this step, schedule included; `decay`, the share
+            of the weight that decay takes off in this step.
         norm: `mean` of the absolute values, `l2` (root mean square) or `max`.
         value: the number.
     """
@@ -132,24 +137,24 @@ class CoordinateRecorder(Callback):
                 self._pending.append((name, index, quantity, norm, NORMS[norm](tensor.float())))
 
     def _of_parameter(self, name: str, after: Tensor) -> Iterator[tuple[tuple[str, int, Quantity, str], Tensor]]:
-        short = name.removeprefix("decoder.")
-        before = self._before[name]
-        lr, decay = self._rates[name]
-        update = after - before
+        short, before = name.removeprefix("decoder."), self._before[name]
+        lr, decay, is_decoupled = self._rates.get(name, (0.0, 0.0, False))
+        update = after - before * (1 - lr * decay if is_decoupled else 1.0)
+        update = update.where(update.abs() > ROUNDING * before.abs(), 0.0)
         for norm in self.norms:
-            reduce = NORMS[norm]
-            yield (short, 0, "weight", norm), reduce(before)
-            yield (short, 0, "update", norm), reduce(update)
+            yield (short, 0, "weight", norm), NORMS[norm](before)
+            yield (short, 0, "update", norm), NORMS[norm](update)
             if lr:
-                yield (short, 0, "update_per_lr", norm), reduce(update) / lr
+                yield (short, 0, "update_per_lr", norm), NORMS[norm](update) / lr
         yield (short, 0, "decay", "mean"), torch.tensor(lr * decay, device=after.device)
 
 
-def _rates(trainer: Trainer) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Parameter name -> (learning rate, weight decay) of its group, as they are now."""
+def _rates(trainer: Trainer) -> Iterator[tuple[str, tuple[float, float, bool]]]:
+    """Parameter name -> (learning rate, weight decay, whether that is taken off the weight) of its group, as now."""
     names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
     for optimizer in trainer.optimizers:
+        is_decoupled = isinstance(optimizer, (AdamW, Lion, DecoupledSGD))
         for group in optimizer.param_groups:
-            decay = group.get("decoupled_weight_decay", group.get("weight_decay", 0.0))
+            decay = group.get("decoupled_decay", group.get("weight_decay", 0.0))
             for parameter in group["params"]:
-                yield names[parameter], (float(group["lr"]), decay)
+                yield names[parameter], (float(group["lr"]), decay, is_decoupled)

@@ -50,7 +50,9 @@ def search_points(settings: Settings, space: Space, n: int, width: int, seed: in
     return [_point(settings, space.draw(settings[SEED], i), width, seed) for i in range(n)]
 
 
-def finalists(points: Sequence[Point], losses: Sequence[float], settings: Settings, seeds: Sequence[int]) -> list[Point]:
+def finalists(
+    points: Sequence[Point], losses: Sequence[float], settings: Settings, seeds: Sequence[int]
+) -> list[Point]:
     """The best draws with every seed: what one seed ranks first is partly luck."""
     order = np.argsort(losses, kind="stable")[:N_FINALISTS]
     return [_point(settings, constants(points[i]), points[i].changes[WIDTH], seed) for i in order for seed in seeds]

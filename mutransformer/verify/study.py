@@ -99,7 +99,9 @@ class _Progress:
         rest_s = (time.monotonic() - self._start) / self._n_done * (self._n_left - self._n_done)
         what = " ".join(f"{key.rpartition('.')[2]}={_short(value)}" for key, value in point.changes.items())
         outcome = f"loss {result.final_loss():.4f}" if result.status == "done" else f"{result.status} {result.error}"
-        print(f"[{self._n_done}/{self._n_left}, {rest_s / 60:.0f} min left] {point.variant} {what}: {outcome}", flush=True)
+        print(
+            f"[{self._n_done}/{self._n_left}, {rest_s / 60:.0f} min left] {point.variant} {what}: {outcome}", flush=True
+        )
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The transfer study: does the best learning rate of a small model stay the best as the model grows, and is it worth it?
+"""The transfer study: does the best learning rate of a small model stay the best as it grows, and is it worth it?
 
 A grid of short runs over learning rate, size and seed, for the parametrization asked for and for a control; then the
 verdict, all of it computed from the stored curves.
@@ -264,7 +264,9 @@ def judge_search(found: Sequence[Sweep], *, size_name: str, n_draws: int, warmup
             f"{control.loss[-1].size} large runs {control.loss[-1, control.best[-1]].mean():.3f}: a gap of {gap} nats"
         )
         findings.append(Finding(name=f"worth it against {control.variant}", passed=gap.mean <= 0, reason=reason))
-    return Verdict(check="search", findings=findings, figures={"sweeps": [figures(sweep, size_name) for sweep in found]})
+    return Verdict(
+        check="search", findings=findings, figures={"sweeps": [figures(sweep, size_name) for sweep in found]}
+    )
 
 
 def _findings(sweep: Sweep, size_name: str, warmup_steps: int) -> list[Finding]:
