@@ -33,7 +33,7 @@ class SaveError(RuntimeError):
 
 
 class CheckFailed(RuntimeError):
-    """A check came to FAIL; the message says which, the report before it why."""
+    """A check came to FAIL, or could not be completed; the message says which, what was printed before it why."""
 
 
 class Interrupted(RuntimeError):

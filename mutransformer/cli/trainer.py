@@ -129,9 +129,14 @@ class RunTrainer(Trainer):
         grid = Grid(
             widths=widths, log2_learning_rates=log2_learning_rates, seeds=seeds, axis=parsed_axis, control=control
         )
+        for name, value, least in (("jobs", jobs, 1), ("search", search, 0)):
+            if value < least:
+                raise ConfigError(name, value, f"must be at least {least}", f"use {least}")
         options = {"n_jobs": jobs, "shard": _shard(shard)}
         if search:
-            space = Space(bounds={key: (low, high) for key, (low, high) in search_space.items()})
+            space = Space(bounds=search_space)
+            for key, bounds in search_space.items():
+                self.resolve(*(f"--{key}={bound}" for bound in bounds))
             verdict = run_search(settings, space, grid, search, Path(out), **options)
         else:
             verdict = run_transfer(settings, grid, Path(out), **options)

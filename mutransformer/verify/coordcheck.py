@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader
 
 from mutransformer.errors import ConfigError
 from mutransformer.mup.roles import TENSORS, Kind
@@ -98,6 +97,19 @@ class Series:
         return math.inf if self.power is None else max(low - self.power.mean, self.power.mean - high, 0.0)
 
 
+class _Batches:
+    """A loader of ready batches; Lightning would take a plain list for a list of loaders."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
 class _Plain(LightningModule):
     """A user's nn.Module with its optimizer and loss."""
 
@@ -135,7 +147,7 @@ def record(
         module = make(width, seed)
         recorder = CoordinateRecorder(tuple(norms), same_batch)
         with quiet():
-            new_trainer(callbacks=[recorder]).fit(module, DataLoader(list(batches(seed)), batch_size=None))
+            new_trainer(callbacks=[recorder]).fit(module, _Batches(batches(seed)))
         rows += [Row(variant=variant, width=width, seed=seed, at=at) for at in recorder.rows]
         if isinstance(module, DecoderModule):
             for row in module.plan.rows:
@@ -361,7 +373,11 @@ def coordcheck_of_settings(settings: Settings, *, control: bool, same_batch: boo
 
 
 def _wrapped(make: Make, loss: Callable[[nn.Module, Any], torch.Tensor]) -> Make:
-    return lambda width, seed: _Plain(*make(width, seed), loss)
+    def wrapped(width: int, seed: int) -> LightningModule:
+        model, optimizer = make(width, seed)
+        return _Plain(model, optimizer, loss)
+
+    return wrapped
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:

@@ -6,14 +6,18 @@ shards may lie in one folder.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
 import multiprocessing as mp
 import os
 import shutil
+import signal
+import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -26,6 +30,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from mutransformer.data.datamodule import TextDataModule
+from mutransformer.errors import Interrupted
 from mutransformer.training.callbacks import RunCheckpoint
 from mutransformer.verify.settings import Settings, build_data, build_module, build_trainer, quiet
 
@@ -100,6 +105,17 @@ class _Losses(Callback):
         self.losses = list(state_dict["losses"].unbind())
 
 
+class _KeepSignals(Callback):
+    """Leaves SIGINT and SIGTERM to whoever had them: Lightning puts in its own, which end without a word, or not."""
+
+    def __init__(self) -> None:
+        self._handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+
+
 def train(point: Point, data: TextDataModule, checkpoints: Path) -> Result:
     """Trains one point, from its checkpoint where an earlier attempt left one.
 
@@ -110,7 +126,7 @@ def train(point: Point, data: TextDataModule, checkpoints: Path) -> Result:
     """
     settings = point.settings
     losses = _Losses()
-    callbacks: list[Callback] = [losses]
+    callbacks: list[Callback] = [losses, _KeepSignals()]
     every, n_steps = settings.get("checkpoint", {}).get("every_n_steps", 0), settings["trainer"]["max_steps"]
     if 0 < every < n_steps:
         callbacks.append(RunCheckpoint(every, save_best=False, dirpath=str(checkpoints)))
@@ -179,10 +195,14 @@ class _Runner:
     def __call__(self, point: Point) -> Result:
         try:
             return train(point, self._data_of(point.settings), self._store.path(point) / "checkpoints")
+        except Interrupted:
+            raise
         except Exception as error:  # a point that fails is a row of the table, not the end of the study
             if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
                 traceback.print_exc()
             return Result(status="failed", error=f"{type(error).__name__}: {error}".splitlines()[0])
+        finally:
+            gc.collect()  # Lightning's objects refer to each other: the weights would stay for many points
 
     def _data_of(self, settings: Settings) -> TextDataModule:
         shared = {name: value for name, value in settings["data"].items() if name != "shuffle_seed"}
@@ -260,10 +280,6 @@ class _Worker:
 
 
 def _work(pipe: Connection, store: Store, n_threads: int) -> None:
-    import signal
-    import sys
-    import warnings
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study's own process ends this one
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

@@ -25,11 +25,11 @@ class Space:
         ConfigError: bounds that are not above zero and in order.
     """
 
-    bounds: Mapping[str, tuple[float, float]]
+    bounds: Mapping[str, Sequence[float]]
 
     def __post_init__(self) -> None:
         for key, bounds in self.bounds.items():
-            if not (len(bounds) == 2 and 0 < bounds[0] <= bounds[1]):
+            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
                 rule = "must be two numbers above zero, the lower first"
                 raise ConfigError(f"search_space.{key}", bounds, rule, "write [0.25, 4]")
         if LEARNING_RATE not in self.bounds:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.mup.config import ParametrizationConfig
@@ -34,7 +34,6 @@ SEED = "seed_everything"
 _STUDY_TRAINER = {
     "logger": False,
     "profiler": None,
-    "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
@@ -96,9 +95,15 @@ def build_module(settings: Settings, vocab_size: int, **changes: Any) -> Decoder
 
 def build_trainer(settings: Settings, callbacks: Sequence[Callback]) -> Trainer:
     """A Trainer for one run of a study: the user's engine and precision, no files, no words."""
+    own = {
+        **_STUDY_TRAINER,
+        "callbacks": list(callbacks),
+        "plugins": [AtomicCheckpointIO()],
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+    }
     engine = {name: value for name, value in settings["trainer"].items() if name not in NOT_FOR_TRAINER}
     with quiet():
-        return Trainer(**{**engine, **_STUDY_TRAINER, "callbacks": list(callbacks), "plugins": [AtomicCheckpointIO()]})
+        return Trainer(**{**engine, **own})
 
 
 @contextmanager

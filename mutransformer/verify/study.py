@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mutransformer.errors import Interrupted
+from mutransformer.errors import CheckFailed, Interrupted
 from mutransformer.verify.points import Point, Result, Store, run, write_whole
 from mutransformer.verify.search import Space, constants, finalists, search_points, write_best
 from mutransformer.verify.settings import LEARNING_RATE, Settings, build_data, build_module, changed
@@ -38,6 +38,7 @@ def transfer(
         The verdict; None while points of other shards are missing.
     Raises:
         ConfigError: a point whose settings cannot work; before anything is trained.
+        CheckFailed: points ended with an error of their own, once all others are done.
         Interrupted: by SIGINT or SIGTERM; what is done is kept.
     """
     points = grid.points(settings)
@@ -85,6 +86,8 @@ def run_points(
     n_before = len(results)
     with _signals(lambda: f"{len(results) - n_before} points done, all kept in {folder}; the same command goes on"):
         run(mine, store, n_jobs, on_result)
+    if n_failed := sum(result.status == "failed" for result in results.values()):
+        raise CheckFailed(f"{n_failed} points failed, see {folder / table_name}; the same command tries them again")
     return results
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mutransformer.errors import ConfigError
 from mutransformer.verify.points import Point, Result
 from mutransformer.verify.settings import DEPTH, LEARNING_RATE, SEED, WIDTH, Settings, changed, value_at
 from mutransformer.verify.verdict import Estimate, Finding, Verdict, parabola_minimum
@@ -45,7 +46,9 @@ class Grid:
         log2_learning_rates: exponents of two, equally spaced, ascending.
         seeds: of initialization and order of the data.
         axis: one more dotted key and its values.
-        control: `sp`, or a change such as `model.parametrization.depth_rule=none`; None: no control.
+        control: name and settings of what the study is compared with; None: nothing.
+    Raises:
+        ConfigError: values that are missing, repeated, or out of order.
     """
 
     widths: Sequence[int]
@@ -53,6 +56,16 @@ class Grid:
     seeds: Sequence[int]
     axis: tuple[str, Sequence[Any]] | None = None
     control: tuple[str, Settings] | None = None
+
+    def __post_init__(self) -> None:
+        steps = np.diff(self.log2_learning_rates)
+        if not len(self.log2_learning_rates) or (steps <= 0).any() or not np.allclose(steps, steps[:1]):
+            rule = "must be equally spaced and ascending"
+            raise ConfigError("log2_learning_rates", list(self.log2_learning_rates), rule, "write [-9,-8,-7,-6]")
+        others = dict([self.axis]) if self.axis else {}
+        for name, values in {"widths": self.widths, "seeds": self.seeds, **others}.items():
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(name, list(values), "must be one or more values, each once", "leave out the repeated")
 
     @property
     def size_key(self) -> str:
@@ -77,7 +90,7 @@ class Grid:
                     changes := {
                         WIDTH: width,
                         **({axis_key: value} if axis_key else {}),
-                        LEARNING_RATE: 2.0**exponent,
+                        LEARNING_RATE: float(f"{2.0**exponent:.15g}"),  # as a decimal in a config would be
                         SEED: seed,
                     }
                 ),
@@ -154,7 +167,7 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> Estimate:
     return Estimate.over_seeds(list(ours - theirs))
 
 
-def sweeps(results: Mapping[Point, Result] | Sequence[tuple[Point, Result]], size_key: str) -> list[Sweep]:
+def sweeps(results: Sequence[tuple[Point, Result]], size_key: str) -> list[Sweep]:
     """Sorts a study's results into sweeps, those of its own variant first.
 
     Args:

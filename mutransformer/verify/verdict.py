@@ -24,7 +24,7 @@ class Estimate:
     high: float
 
     @classmethod
-    def over_seeds(cls, values: Sequence[float]) -> Estimate:
+    def over_seeds(cls, values: Sequence[float] | np.ndarray) -> Estimate:
         """Of one value a seed."""
         n = len(values)
         mean = float(np.mean(values))
@@ -43,7 +43,7 @@ def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
-def parabola_minimum(x: Sequence[float], y: Sequence[float]) -> float:
+def parabola_minimum(x: Sequence[float], y: Sequence[float] | np.ndarray) -> float:
     """Where the parabola through the lowest point and its two neighbours has its minimum.
 
     Args:
