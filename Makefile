@@ -18,7 +18,7 @@ CHECK_VERSION = import sys; v = sys.version_info[:2]; sys.exit("mutransformer ne
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup fit test test-slow lint format type contracts check docs clean distclean
+.PHONY: help setup fit coordcheck transfer test test-slow lint format type contracts check docs clean distclean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,12 @@ $(STAMP): pyproject.toml
 
 fit: $(STAMP) ## Train the small model (ARGS="--trainer.max_steps=50" overrides its config)
 	$(BIN)/mutransformer fit --config configs/small.yaml $(ARGS)
+
+coordcheck: $(STAMP) ## Check that every tensor keeps its size as width grows: PASS or FAIL, about two minutes
+	$(BIN)/mutransformer coordcheck --config configs/coordcheck.yaml $(ARGS)
+
+transfer: $(STAMP) ## Check that the best learning rate stays as width grows: PASS or FAIL, about an hour on two cores
+	$(BIN)/mutransformer transfer --config configs/transfer.yaml --jobs 2 $(ARGS)
 
 test: $(STAMP) ## Run all tests but the slow ones (ARGS="tests/mup -k rules" selects)
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -21,7 +21,8 @@ import yaml
 from lightning.pytorch import Trainer
 
 from mutransformer.cli import main as run_command
-from mutransformer.cli.run import RunCLI, RunTrainer
+from mutransformer.cli.run import RunCLI
+from mutransformer.cli.trainer import WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.model.config import DecoderConfig
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
@@ -115,8 +116,12 @@ def type_text(hint: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if get_origin(hint) is list:
         return f"list of {type_text(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return f"mapping to {type_text(get_args(hint)[1])}"
     if get_args(hint):
         return " or ".join(type_text(part) for part in get_args(hint))
+    if hint is Any:
+        return "any"
     return {bool: "`true`, `false`", type(None): "null"}.get(hint, hint.__name__)
 
 
@@ -151,6 +156,14 @@ def section_rows(prefix: str, cls: type, links: Mapping[str, str]) -> Iterator[t
             yield key, "by role", "[by role](#multipliers-by-role)", said[name]
         else:
             yield key, type_text(hints[name]), "*linked*" if key in links else value_text(value), said[name]
+
+
+def command_rows(method: Callable[..., Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Key, type, default and meaning of a command's own options."""
+    said, hints = meanings(method), get_type_hints(method)
+    for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.default is not inspect.Parameter.empty:
+            yield name, type_text(hints[name]), value_text(parameter.default), said[name]
 
 
 def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
@@ -206,11 +219,11 @@ def reference() -> str:
             yield name, kind, value_text(config[name]), meaning
         for name, options in wiring.arguments.items():
             yield name, type_text(options["type"]), value_text(config[name]), options["help"]
-        describe = RunTrainer.describe
-        kind, meaning = get_type_hints(describe)["format"], meanings(describe)["format"]
-        yield "format", type_text(kind), value_text("table"), f"`describe` only: {meaning}"
 
     add("Other", "Settings outside a section.", columns, other_rows())
+    for command in WITHOUT_TRAINER:
+        text = f"Options of `mutransformer {command}` alone."
+        add(f"Command {command}", text, columns, command_rows(getattr(RunTrainer, command)))
     add(
         "Trainer",
         "The keys are those of [Lightning's Trainer](https://lightning.ai/docs/pytorch/stable/common/trainer.html), "
@@ -226,7 +239,8 @@ def reference() -> str:
     )
     multipliers = {f"model.parametrization.{name}_multiplier" for name in ("lr", "weight_decay")}
     documented |= {f"{name}.{role}" for name in multipliers for role in defaults(RoleMultipliers)}
-    expected = flat_keys(config) | multipliers | set(wiring.links) | {"format"}
+    expected = flat_keys(config) | multipliers | set(wiring.links)
+    expected |= {row[0] for command in WITHOUT_TRAINER for row in command_rows(getattr(RunTrainer, command))}
     if documented != expected:
         raise LookupError(f"documented and existing settings differ in {sorted(documented ^ expected)}")
     return "\n".join(parts)

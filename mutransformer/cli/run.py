@@ -163,7 +163,8 @@ class RunCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         if self.subcommand in WITHOUT_TRAINER:
-            return RunTrainer.without_engine(self.resolve)
+            loggers = self._section(cast(Namespace, self.config_init)).trainer.logger
+            return RunTrainer.without_engine(self.resolve, _as_list(loggers))
         config = self._section(cast(Namespace, self.config_init))
         trainer, checkpoint = config.trainer, config.checkpoint
         check_precision(trainer.precision)

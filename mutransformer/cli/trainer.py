@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 
 from mutransformer.cli.describe import print_plan
 from mutransformer.errors import CheckFailed, ConfigError
@@ -27,16 +28,18 @@ class RunTrainer(Trainer):
     """Lightning's Trainer with more commands."""
 
     resolve: Callable[..., dict[str, Any]]
+    study_loggers: Sequence[Logger]
 
     @classmethod
-    def without_engine(cls, resolve: Callable[..., dict[str, Any]]) -> RunTrainer:
+    def without_engine(cls, resolve: Callable[..., dict[str, Any]], loggers: Sequence[Logger]) -> RunTrainer:
         """One that only carries the commands of WITHOUT_TRAINER.
 
         Args:
             resolve: (more command line...) -> the settings as plain values.
+            loggers: of trainer.logger; a check logs its results, not each of its runs.
         """
         trainer = cls.__new__(cls)
-        trainer.resolve = resolve
+        trainer.resolve, trainer.study_loggers = resolve, loggers
         return trainer
 
     def describe(self, model: Any, datamodule: Any, format: Literal["table", "json", "csv"] = "table") -> None:
@@ -132,7 +135,7 @@ class RunTrainer(Trainer):
         for name, value, least in (("jobs", jobs, 1), ("search", search, 0)):
             if value < least:
                 raise ConfigError(name, value, f"must be at least {least}", f"use {least}")
-        options = {"n_jobs": jobs, "shard": _shard(shard)}
+        options = {"n_jobs": jobs, "shard": _shard(shard), "loggers": self.study_loggers}
         if search:
             space = Space(bounds=search_space)
             for key, bounds in search_space.items():

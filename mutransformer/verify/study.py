@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.loggers import Logger, WandbLogger
+
 from mutransformer.errors import CheckFailed, Interrupted
 from mutransformer.verify.points import Point, Result, Store, run, write_whole
 from mutransformer.verify.search import Space, constants, finalists, search_points, write_best
@@ -23,7 +25,13 @@ from mutransformer.verify.verdict import Verdict, table
 
 
 def transfer(
-    settings: Settings, grid: Grid, folder: Path, *, n_jobs: int = 1, shard: tuple[int, int] = (1, 1)
+    settings: Settings,
+    grid: Grid,
+    folder: Path,
+    *,
+    n_jobs: int = 1,
+    shard: tuple[int, int] = (1, 1),
+    loggers: Sequence[Logger] = (),
 ) -> Verdict | None:
     """Trains the grid's points that are not done, then judges.
 
@@ -34,6 +42,7 @@ def transfer(
         n_jobs: processes side by side.
         shard: (i, n): only every n-th point, from the i-th, i from 1. The points of other shards are read where the
             folder has them.
+        loggers: get the results by size, and Weights & Biases the pictures.
     Returns:
         The verdict; None while points of other shards are missing.
     Raises:
@@ -50,16 +59,46 @@ def transfer(
         print(f"{len(results)} of {len(points)} points are in {folder}: the verdict needs all")
         return None
     found = sweeps([(point, results[point.key]) for point in points], grid.size_key)
-    name = grid.size_key.rpartition(".")[2]
     warmup_steps = settings["model"]["schedule"]["warmup_steps"]
-    verdict = judge(found, size_name=name, warmup_steps=warmup_steps, notes=warnings)
-    verdict.save(folder / "verdict.json")
+    verdict = judge(found, size_name=grid.size_name, warmup_steps=warmup_steps, notes=warnings)
+    _finish(found, verdict, grid.size_name, folder, settings, loggers)
+    return verdict
+
+
+def _finish(
+    found: Sequence[Sweep],
+    verdict: Verdict,
+    size_name: str,
+    folder: Path,
+    settings: Settings,
+    loggers: Sequence[Logger],
+) -> None:
+    """Draws, saves, prints and logs."""
     from mutransformer.verify.plots import plot_transfer, plot_wider
 
-    plot_transfer(found, name, folder / "transfer.png")
-    plot_wider(found, name, folder / "wider.png")
-    print(report(found, name, verdict))
-    return verdict
+    verdict.save(folder / "verdict.json")
+    plot_transfer(found, size_name, folder / "transfer.png")
+    plot_wider(found, size_name, folder / "wider.png")
+    print(report(found, size_name, verdict))
+    by_size: dict[int, dict[str, float]] = {}
+    for sweep in found:
+        for i, size in enumerate(sweep.sizes):
+            by_size.setdefault(int(size), {}).update(
+                {
+                    f"{sweep.name}/best_log2_learning_rate": float(sweep.exponents[sweep.best[i]]),
+                    f"{sweep.name}/loss_at_best": float(sweep.loss[i, sweep.best[i]].mean()),
+                    f"{sweep.name}/regret": sweep.regret(i).mean,
+                }
+            )
+    for logger in loggers:
+        logger.log_hyperparams(dict(settings))
+        for size in sorted(by_size):
+            logger.log_metrics(by_size[size], step=size)
+        if isinstance(logger, WandbLogger):
+            logger.log_image("pictures", [str(folder / name) for name in ("transfer.png", "wider.png")])
+            logger.experiment.summary["passed"] = verdict.passed
+            logger.experiment.finish()
+        logger.finalize("success")
 
 
 def run_points(
@@ -179,6 +218,7 @@ def search(
     *,
     n_jobs: int = 1,
     shard: tuple[int, int] = (1, 1),
+    loggers: Sequence[Logger] = (),
 ) -> Verdict | None:
     """Draws `n` sets of constants at the smallest width, writes the best to `best.yaml`, runs it at every width.
 
@@ -190,6 +230,7 @@ def search(
         folder: as of `transfer`; the draws go to `search.csv`.
         n_jobs: processes side by side.
         shard: (i, n), as of `transfer`; it splits the draws, and the grid once they are all there.
+        loggers: as of `transfer`.
     Returns:
         The verdict; None while points of other shards are missing.
     """
@@ -218,11 +259,7 @@ def search(
         print(f"points of other shards are missing in {folder}: the verdict needs all")
         return None
     found = sweeps([(point, results[point.key]) for point in (*points, *control)], grid.size_key)
-    name = grid.size_key.rpartition(".")[2]
-    verdict = judge_search(found, size_name=name, n_draws=n, warmup_steps=settings["model"]["schedule"]["warmup_steps"])
-    verdict.save(folder / "verdict.json")
-    from mutransformer.verify.plots import plot_wider
-
-    plot_wider(found, name, folder / "wider.png")
-    print(report(found, name, verdict))
+    warmup_steps = settings["model"]["schedule"]["warmup_steps"]
+    verdict = judge_search(found, size_name=grid.size_name, n_draws=n, warmup_steps=warmup_steps)
+    _finish(found, verdict, grid.size_name, folder, settings, loggers)
     return verdict

@@ -72,6 +72,11 @@ class Grid:
         """What grows: depth where it is the axis, else width."""
         return DEPTH if self.axis and self.axis[0] == DEPTH else WIDTH
 
+    @property
+    def size_name(self) -> str:
+        """`d_model` or `n_layer`."""
+        return self.size_key.rpartition(".")[2]
+
     def points(self, settings: Settings) -> list[Point]:
         """Every run of the study, the settings' own first, the largest models before smaller ones."""
         main = settings["model"]["parametrization"]["rules"]

@@ -214,6 +214,20 @@ def test_command_writes_table_pictures_and_verdict(tmp_path, corpus, capsys):
     assert "transfer: " in shown and "best LR" in shown
 
 
+def test_results_and_pictures_go_to_weights_and_biases(tmp_path, corpus, monkeypatch, capsys):
+    """Offline, through the real client: its file holds the metrics, the verdict and the pictures."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    out = tmp_path / "out"
+    logger = {"trainer.logger": "WandbLogger", "trainer.logger.save_dir": tmp_path, "trainer.logger.project": "study"}
+    assert main(command(corpus, out, **logger)) in (0, 1)
+    (run,) = tmp_path.glob("wandb/offline-run-*")
+    written = next(run.glob("*.wandb")).read_bytes()
+    for name in (b"mup/best_log2_learning_rate", b"mup/regret", b"passed"):
+        assert name in written
+    assert len(list(run.glob("files/media/images/pictures_*.png"))) == 2
+
+
 def test_same_command_again_runs_nothing_and_a_larger_grid_the_rest(tmp_path, corpus, capsys):
     out = tmp_path / "out"
     main(command(corpus, out))
