@@ -222,9 +222,12 @@ def test_results_and_pictures_go_to_weights_and_biases(tmp_path, corpus, monkeyp
     logger = {"trainer.logger": "WandbLogger", "trainer.logger.save_dir": tmp_path, "trainer.logger.project": "study"}
     assert main(command(corpus, out, **logger)) in (0, 1)
     (run,) = tmp_path.glob("wandb/offline-run-*")
-    written = next(run.glob("*.wandb")).read_bytes()
+    (file,) = run.glob("*.wandb")
+    deadline = time.monotonic() + 30  # the client's own process writes it
+    while b"passed" not in file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     for name in (b"mup/best_log2_learning_rate", b"mup/regret", b"passed"):
-        assert name in written
+        assert name in file.read_bytes()
     assert len(list(run.glob("files/media/images/pictures_*.png"))) == 2
 
 
