@@ -259,6 +259,8 @@ def _finding(name: tuple[str, str], members: Sequence[Series]) -> Finding:
     seen = f"width^({shown.power})" if shown.power else shown.reason
     asked = " to ".join(f"{power:.2g}" for power in dict.fromkeys(shown.expected))
     reason = f"{seen} {where}; muP asks for width^({asked}) within {TOLERANCE:g}"
+    if quantity == "decay":
+        reason += ", by the optimizer's groups: no activation shows it in a few steps"
     n_failed = sum(not s.passed for s in members)
     return Finding(
         name=f"{tensor} {quantity}",

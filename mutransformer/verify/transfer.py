@@ -30,7 +30,6 @@ FIXED: Mapping[str, str] = {
     "model.decoder.ff_multiple": "ff_multiple",
     "data.tokens_per_batch": "batch",
     "data.sequence_len": "sequence length",
-    "data.dataset": "data",
     "data.tokenizer": "tokenizer",
     "trainer.max_steps": "number of steps",
     "model.schedule.warmup_steps": "warm-up",
@@ -367,7 +366,8 @@ def figures(sweep: Sweep, size_name: str) -> dict[str, Any]:
 def fixed_settings_that_vary(points: Sequence[Point]) -> list[str]:
     """Warnings, by name, of what varies between the points of a study and must not for transfer to hold."""
     found = []
-    for key, name in FIXED.items():
+    of_data = {f"data.{name}": "data" for name in points[0].settings["data"] if name != "shuffle_seed"}
+    for key, name in {**of_data, **FIXED}.items():
         values = {json.dumps(value_at(point.settings, key)) for point in points}
         if len(values) < 2:
             continue

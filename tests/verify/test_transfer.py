@@ -370,6 +370,7 @@ def test_point_goes_on_from_its_checkpoint(tmp_path, corpus, monkeypatch):
         ({"axis": "trainer.max_steps=4,6"}, "number of steps varies"),
         ({"axis": "model.decoder.d_head=4,8"}, "head width varies"),
         ({"axis": "model.schedule.warmup_steps=0,1"}, "warm-up varies"),
+        ({"axis": "data.max_documents=30,40"}, "data varies"),
     ],
 )
 def test_what_must_stay_fixed_is_warned_of_by_name(tmp_path, corpus, capsys, changes, warned):
