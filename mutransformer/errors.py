@@ -36,8 +36,10 @@ class CheckFailed(RuntimeError):
     """A check came to FAIL, or could not be completed; the message says which, what was printed before it why."""
 
 
-class Interrupted(RuntimeError):
+class Interrupted(BaseException):
     """A signal asked the command to stop; the message says what was saved and how to go on.
+
+    Not an Exception, so that no code on the way takes it for an error of its own.
 
     Args:
         signum: the signal.

@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # Runs one transfer study on several TPU VMs: each trains its share of the grid, then this machine judges.
 #
-#   ZONE=us-central2-b scripts/transfer_on_tpu_hosts.sh OUT HOST... [-- OPTION...]
-#   ZONE=us-central2-b scripts/transfer_on_tpu_hosts.sh runs/transfer vm-0 vm-1 -- --config configs/transfer.yaml
+#   ZONE=us-central2-b scripts/transfer_on_tpu_hosts.sh OUT HOST... -- OPTION...
+#   ZONE=us-central2-b scripts/transfer_on_tpu_hosts.sh runs/transfer vm-0 vm-1 -- \
+#       --config configs/transfer.yaml --trainer.accelerator=tpu
 #
 # OUT is a folder of this machine. Every HOST is the name of a TPU VM in $ZONE that has the package installed and the
 # repository's configs in its home folder. A host that is preempted or fails is no loss: the same command goes on with
-# the points that are left, on whichever hosts are given then.
+# the points that are left, on whichever hosts are given then. Not for --search, whose stages follow on one another.
 set -euo pipefail
 
 usage() {
-    sed -n '2,9p' "$0" >&2
+    sed -n '2,11p' "$0" >&2
     exit 2
 }
 
-[ $# -ge 2 ] || usage
+[ $# -ge 2 ] && [ -n "${ZONE:-}" ] || usage
 out=$1
 shift
 hosts=()
@@ -26,22 +27,28 @@ done
 [ "${1:-}" != -- ] || shift
 options=$(printf '%q ' "$@")
 
-ssh() { gcloud compute tpus tpu-vm ssh "$1" --zone "${ZONE:?set ZONE to the zone of the TPU VMs}" --command "$2"; }
+on() { gcloud compute tpus tpu-vm ssh "$1" --zone "$ZONE" --command "$2"; }
+
+# its exit code is 1 where points failed or are missing, 0 where only other shards' are
+train_shard() {
+    local host=$1 shard=$2 status=0
+    # what is done already goes there first, so that a repeated command trains only what is left
+    tar -C "$out" -cz points | on "$host" "mkdir -p transfer && tar -C transfer -xz" || return 1
+    on "$host" "mutransformer transfer $options --out transfer --shard $shard" </dev/null || status=1
+    on "$host" "tar -C transfer -cz points" </dev/null | tar -C "$out" -xz || status=1
+    return $status
+}
 
 mkdir -p "$out/points"
-n=${#hosts[@]}
 jobs=()
 for i in "${!hosts[@]}"; do
-    (
-        host=${hosts[$i]}
-        # what is done already goes there first, so that a repeated command trains only what is left
-        tar -C "$out" -cz points | gcloud compute tpus tpu-vm ssh "$host" --zone "$ZONE" \
-            --command "mkdir -p transfer && tar -C transfer -xz"
-        ssh "$host" "mutransformer transfer $options --out transfer --shard $((i + 1))/$n" || echo "$host failed" >&2
-        ssh "$host" "tar -C transfer -cz points" | tar -C "$out" -xz
-    ) &
+    train_shard "${hosts[$i]}" "$((i + 1))/${#hosts[@]}" &
     jobs+=($!)
 done
-for job in "${jobs[@]}"; do wait "$job" || true; done
-
+failed=()
+for i in "${!jobs[@]}"; do wait "${jobs[$i]}" || failed+=("${hosts[$i]}"); done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "did not finish: ${failed[*]}; what they have done is in $out, and the same command goes on" >&2
+    exit 1
+fi
 exec mutransformer transfer "$@" --out "$out"

@@ -11,17 +11,10 @@ from lightning.pytorch.loggers import Logger
 
 from mutransformer.cli.describe import print_plan
 from mutransformer.errors import CheckFailed, ConfigError
+from mutransformer.verify.search import DEFAULT_SPACE, Space
 
 # commands that need no device of their own: they train nothing, or make a Trainer for each of many runs
 WITHOUT_TRAINER = ("describe", "coordcheck", "transfer")
-
-DEFAULT_SPACE = {
-    "model.optimizer.learning_rate": [0.004, 0.125],
-    "model.parametrization.input_multiplier": [0.5, 4.0],
-    "model.parametrization.output_multiplier": [0.5, 16.0],
-    "model.parametrization.qk_scale": [0.03, 1.0],
-    "model.parametrization.lr_multiplier.embedding": [1.0, 16.0],
-}
 
 
 class RunTrainer(Trainer):
@@ -36,7 +29,7 @@ class RunTrainer(Trainer):
 
         Args:
             resolve: (more command line...) -> the settings as plain values.
-            loggers: of trainer.logger; a check logs its results, not each of its runs.
+            loggers: of trainer.logger; a transfer study logs its results, not each of its runs.
         """
         trainer = cls.__new__(cls)
         trainer.resolve, trainer.study_loggers = resolve, loggers
@@ -56,7 +49,8 @@ class RunTrainer(Trainer):
         datamodule: Any,
         widths: list[int] = [64, 128, 256, 512, 1024],  # noqa: B006  # read by jsonargparse as the option's default
         seeds: list[int] = [1, 2, 3],  # noqa: B006
-        norms: list[Literal["mean", "l2", "max"]] = ["mean"],  # noqa: B006
+        norms: list[Literal["l2", "max"]] = [],  # noqa: B006
+        steps: int = 10,
         same_batch: bool = True,
         control: bool = True,
         out: str = "runs/coordcheck",
@@ -66,7 +60,8 @@ class RunTrainer(Trainer):
         Args:
             widths: values of model.decoder.d_model; d_head stays, so they are multiples of it.
             seeds: of the initialization and of the order of the data; intervals are over these.
-            norms: what is recorded of each tensor; the verdict is on the mean of the absolute values.
+            norms: what is recorded of each tensor besides the mean of the absolute values, on which the verdict is.
+            steps: optimizer steps of each run.
             same_batch: train on one batch again and again, so that changes of activations are recorded too.
             control: also run the standard parametrization, which must fail.
             out: folder of the results.
@@ -74,7 +69,14 @@ class RunTrainer(Trainer):
         from mutransformer.verify.coordcheck import coordcheck_of_settings, report
 
         verdict = coordcheck_of_settings(
-            self.resolve(), widths=widths, seeds=seeds, norms=norms, same_batch=same_batch, control=control, out=out
+            self.resolve(),
+            widths=widths,
+            n_steps=steps,
+            seeds=seeds,
+            norms=norms,
+            same_batch=same_batch,
+            control=control,
+            out=out,
         )
         print(report(verdict))
         print(f"{out}: coordcheck.csv, coordcheck.png, verdict.json")
@@ -86,7 +88,7 @@ class RunTrainer(Trainer):
         model: Any,
         datamodule: Any,
         widths: list[int] = [32, 64, 128, 256],  # noqa: B006  # read by jsonargparse as the option's default
-        log2_learning_rates: list[float] = [-9, -8, -7, -6, -5, -4, -3],  # noqa: B006
+        log2_learning_rates: list[float] = [-10, -9, -8, -7, -6, -5, -4],  # noqa: B006
         seeds: list[int] = [1, 2, 3],  # noqa: B006
         axis: str | None = None,
         compare: str | None = "sp",
@@ -112,7 +114,6 @@ class RunTrainer(Trainer):
             search_space: setting -> [lowest, highest] of what is drawn.
             out: folder of the study; points that are there already are not run again.
         """
-        from mutransformer.verify.search import Space
         from mutransformer.verify.settings import standard, value_at
         from mutransformer.verify.study import search as run_search
         from mutransformer.verify.study import transfer as run_transfer
@@ -121,13 +122,13 @@ class RunTrainer(Trainer):
         settings = self.resolve()
         parsed_axis = None
         if axis is not None:
-            key, texts = _key_and_value("axis", axis)
+            key, texts = _key_and_value("axis", axis, "write model.decoder.n_layer=2,4,8")
             parsed_axis = (key, [value_at(self.resolve(f"--{key}={text}"), key) for text in texts.split(",")])
         control = None
         if compare == "sp":
             control = ("sp", standard(settings))
         elif compare is not None:
-            key, text = _key_and_value("compare", compare)
+            key, text = _key_and_value("compare", compare, "write sp, or model.parametrization.depth_rule=none")
             control = (compare.removeprefix("model.parametrization."), self.resolve(f"--{key}={text}"))
         grid = Grid(
             widths=widths, log2_learning_rates=log2_learning_rates, seeds=seeds, axis=parsed_axis, control=control
@@ -136,6 +137,8 @@ class RunTrainer(Trainer):
             if value < least:
                 raise ConfigError(name, value, f"must be at least {least}", f"use {least}")
         options = {"n_jobs": jobs, "shard": _shard(shard), "loggers": self.study_loggers}
+        if search and axis is not None:
+            raise ConfigError("axis", axis, "is not read by a search", "name the setting in search_space")
         if search:
             space = Space(bounds=search_space)
             for key, bounds in search_space.items():
@@ -147,10 +150,10 @@ class RunTrainer(Trainer):
             raise CheckFailed(f"{verdict}; see {out}/verdict.json")
 
 
-def _key_and_value(option: str, text: str) -> tuple[str, str]:
+def _key_and_value(option: str, text: str, remedy: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (key and equals and value):
-        raise ConfigError(option, text, "is not a setting with a value", "write model.decoder.n_layer=2,4,8")
+        raise ConfigError(option, text, "is not a setting with a value", remedy)
     return key.removeprefix("--"), value
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from mutransformer.errors import ConfigError
 from mutransformer.mup.roles import TENSORS, Kind
 from mutransformer.training.module import DecoderModule
-from mutransformer.verify.record import Coordinate, CoordinateRecorder
+from mutransformer.verify.record import NORMS, Coordinate, CoordinateRecorder
 from mutransformer.verify.settings import (
     SEED,
     WIDTH,
@@ -54,7 +54,6 @@ PARAMETER_POWERS: Mapping[Kind, tuple[float, float]] = {
 }
 
 Make = Callable[[int, int], Any]
-FanPowers = Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +96,36 @@ class Series:
         return math.inf if self.power is None else max(low - self.power.mean, self.power.mean - high, 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What muP asks of the powers of width.
+
+    Args:
+        fans: parameter -> powers of width of (its fan-in, its forward multiplier); of decoders alone.
+        is_adaptive: whether steps have the size of the learning rate, as Adam's and Lion's have.
+        transients: see TRANSIENTS.
+    """
+
+    fans: Mapping[str, tuple[float, ...]]
+    is_adaptive: bool
+    transients: Mapping[str, tuple[float, int]]
+
+    def power(self, tensor: str, quantity: str, step: int) -> tuple[float, float] | None:
+        """Lowest and highest power allowed; None where muP says nothing."""
+        if quantity == "decay" or (quantity == "update_per_lr" and self.is_adaptive):
+            return 0.0, 0.0
+        if quantity in ("activation", "change"):
+            initial, settled_after = self.transients.get(tensor, (0.0, 0))
+            bounds = initial if step < max(settled_after, 1) else 0.0, initial if step == 0 else 0.0
+            return min(bounds), max(bounds)
+        if tensor not in self.fans or (quantity == "weight" and step > 0) or quantity == "update_per_lr":
+            return None
+        fan_in, forward = self.fans[tensor]
+        at_init, in_update = PARAMETER_POWERS[TENSORS[tensor].kind]
+        power = (at_init if quantity == "weight" else in_update) * fan_in - forward
+        return power, power
+
+
 class _Batches:
     """A loader of ready batches; Lightning would take a plain list for a list of loaders."""
 
@@ -131,30 +160,34 @@ def record(
     variant: str,
     widths: Sequence[int],
     seeds: Sequence[int],
-    norms: Sequence[str] = ("mean",),
+    transients: Mapping[str, tuple[float, int]],
+    norms: Sequence[str] = (),
     same_batch: bool = True,
     trainer: Callable[..., Trainer] | None = None,
-) -> tuple[list[Row], FanPowers]:
+) -> tuple[list[Row], Asked]:
     """Trains `make(width, seed)` on `batches(seed)` for every width and seed, and records every step.
 
     Returns:
-        The rows, and by parameter the powers of width of (its fan-in, its forward multiplier), of decoders alone.
+        The rows, and what is asked of them.
     """
     rows: list[Row] = []
+    is_adaptive = True
     fans: dict[str, dict[int, tuple[float, float]]] = {}
     new_trainer = trainer or _plain_trainer
     for width, seed in itertools.product(widths, seeds):
         module = make(width, seed)
-        recorder = CoordinateRecorder(tuple(norms), same_batch)
+        recorder = CoordinateRecorder(norms, same_batch)
         with quiet():
             new_trainer(callbacks=[recorder]).fit(module, _Batches(batches(seed)))
         rows += [Row(variant=variant, width=width, seed=seed, at=at) for at in recorder.rows]
+        is_adaptive &= recorder.is_adaptive
         if isinstance(module, DecoderModule):
             for row in module.plan.rows:
                 fans.setdefault(row.name, {})[width] = (row.fan_in, row.forward_multiplier)
-    return rows, {
+    powers = {
         name: tuple(slope(list(of), values) for values in zip(*of.values(), strict=True)) for name, of in fans.items()
     }
+    return rows, Asked(fans=powers, is_adaptive=is_adaptive, transients=transients)
 
 
 def _plain_trainer(**options: Any) -> Trainer:
@@ -168,7 +201,7 @@ def _plain_trainer(**options: Any) -> Trainer:
     )
 
 
-def series(rows: Sequence[Row], fans: FanPowers, transients: Mapping[str, tuple[float, int]]) -> Iterator[Series]:
+def series(rows: Sequence[Row], asked: Asked) -> Iterator[Series]:
     """Fits the power of width of everything that muP says something about."""
     grouped: dict[tuple[str, str, int, str, int], dict[int, dict[int, float]]] = {}
     for row in rows:
@@ -177,7 +210,7 @@ def series(rows: Sequence[Row], fans: FanPowers, transients: Mapping[str, tuple[
             key = (row.variant, at.tensor, at.layer, at.quantity, at.step)
             grouped.setdefault(key, {}).setdefault(row.seed, {})[row.width] = at.value
     for (variant, tensor, layer, quantity, step), by_seed in grouped.items():
-        expected = _expected(tensor, quantity, step, fans, transients)
+        expected = asked.power(tensor, quantity, step)
         values = [value for of in by_seed.values() for value in of.values()]
         if expected is None or not any(values):  # all zero: nothing there yet, as with a zero initialization
             continue
@@ -200,31 +233,13 @@ def series(rows: Sequence[Row], fans: FanPowers, transients: Mapping[str, tuple[
         )
 
 
-def _expected(
-    tensor: str, quantity: str, step: int, fans: FanPowers, transients: Mapping[str, tuple[float, int]]
-) -> tuple[float, float] | None:
-    """Lowest and highest power of width that muP allows; None where it says nothing."""
-    if quantity in ("decay", "update_per_lr"):
-        return 0.0, 0.0
-    if quantity in ("activation", "change"):
-        initial, settled_after = transients.get(tensor, (0.0, 0))
-        return (initial if step < settled_after else 0.0), (initial if step == 0 else 0.0)
-    if tensor not in fans or (quantity == "weight" and step > 0):
-        return None
-    fan_in, forward = fans[tensor]
-    at_init, in_update = PARAMETER_POWERS[TENSORS[tensor].kind]
-    power = (at_init if quantity == "weight" else in_update) * fan_in - forward
-    return power, power
-
-
-def judge(found: Sequence[Series], *, variant: str, control: str | None, notes: Sequence[str] = ()) -> Verdict:
+def judge_coordinates(found: Sequence[Series], *, variant: str, control: str | None) -> Verdict:
     """PASS where every series of `variant` follows the power that muP asks for, and the control does not.
 
     Args:
         found: from `series`.
         variant: what is being checked.
         control: what must fail; None: nothing was run as control.
-        notes: to be kept with the verdict.
     Returns:
         A verdict with a finding for each quantity of each tensor, over its layers and steps.
     """
@@ -238,7 +253,6 @@ def judge(found: Sequence[Series], *, variant: str, control: str | None, notes: 
     return Verdict(
         check="coordcheck",
         findings=findings,
-        notes=notes,
         figures={"tolerance": TOLERANCE, "series": [asdict(s) | {"passed": s.passed} for s in found]},
     )
 
@@ -278,7 +292,7 @@ def coordcheck(
     control: Make | None = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     transients: Mapping[str, tuple[float, int]] = TRANSIENTS,
-    norms: Sequence[str] = ("mean",),
+    norms: Sequence[str] = (),
     same_batch: bool = True,
     trainer: Callable[..., Trainer] | None = None,
     out: Path | str | None = None,
@@ -295,7 +309,7 @@ def coordcheck(
         control: as `make`, for a parametrization that must fail.
         loss: (module, batch) -> scalar, where `make` gives an nn.Module.
         transients: activation -> (power of width that it starts with, steps after which it must be flat).
-        norms: of `mean`, `l2` and `max`; the verdict is on `mean`.
+        norms: `l2` and `max` can be recorded besides `mean`, on which the verdict is.
         same_batch: whether changes of activations are recorded too.
         trainer: makes the Trainer from `callbacks=`; None: a plain one that ends with the batches.
         out: folder for coordcheck.csv, coordcheck.png and verdict.json; None: no files.
@@ -303,7 +317,7 @@ def coordcheck(
     Returns:
         The verdict; `verdict.passed`, and `verdict.failures` with the tensor, step and power of each.
     Raises:
-        ConfigError: fewer than two widths, or no seed.
+        ConfigError: fewer than two widths, no seed, no such norm, or no step was made.
     Source:
         Tensor Programs V (arXiv 2203.03466, App. D.1); microsoft/mup's get_coord_data, which leaves the judging to you.
     """
@@ -311,6 +325,8 @@ def coordcheck(
         raise ConfigError(
             "widths", list(widths), "a power of width needs two widths at least", "use 64,128,256,512,1024"
         )
+    if unknown := set(norms) - set(NORMS):
+        raise ConfigError("norms", sorted(unknown), "are not known", f"use some of {', '.join(NORMS)}")
     if not seeds:
         raise ConfigError("seeds", list(seeds), "names no seed", "use 1,2,3")
     rows: list[Row] = []
@@ -318,19 +334,22 @@ def coordcheck(
     for name, maker in zip(names, (make, control), strict=True):
         if maker is None:
             continue
-        recorded, fans = record(
+        recorded, asked = record(
             maker if loss is None else _wrapped(maker, loss),
             batches,
             variant=name,
             widths=widths,
             seeds=seeds,
+            transients=transients,
             norms=norms,
             same_batch=same_batch,
             trainer=trainer,
         )
         rows += recorded
-        found += series(recorded, fans, transients)
-    verdict = judge(found, variant=names[0], control=names[1] if control else None)
+        found += series(recorded, asked)
+    if not rows:
+        raise ConfigError("batches", ..., "gave none", "give one for each step")
+    verdict = judge_coordinates(found, variant=names[0], control=names[1] if control else None)
     if out is not None:
         from mutransformer.verify.plots import plot_coordinates
 
@@ -341,20 +360,24 @@ def coordcheck(
     return verdict
 
 
-def coordcheck_of_settings(settings: Settings, *, control: bool, same_batch: bool, **options: Any) -> Verdict:
+def coordcheck_of_settings(
+    settings: Settings, *, widths: Sequence[int], n_steps: int, control: bool, same_batch: bool, **options: Any
+) -> Verdict:
     """The coordinate check of a run's settings, as the command line gives them; other arguments as of `coordcheck`.
 
     Raises:
         ConfigError: a width that cannot work; before anything is trained.
     """
     data = build_data(settings)
-    n_steps = settings["trainer"]["max_steps"]
+    if n_steps < 1:
+        raise ConfigError("steps", n_steps, "must be at least 1", "use 10")
+    settings = changed(settings, {"trainer.max_steps": n_steps})
 
     def maker(base: Settings) -> Make:
         def make(width: int, seed: int) -> DecoderModule:
             return build_module(changed(base, {WIDTH: width, SEED: seed}), data.vocab_size, compile=False)
 
-        for width in options["widths"]:
+        for width in widths:
             make(width, 0)
         return make
 
@@ -368,6 +391,7 @@ def coordcheck_of_settings(settings: Settings, *, control: bool, same_batch: boo
         maker(settings),
         batches,
         control=maker(standard(settings)) if control else None,
+        widths=widths,
         same_batch=same_batch,
         trainer=lambda callbacks: build_trainer(settings, callbacks),
         **options,

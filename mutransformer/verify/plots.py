@@ -56,6 +56,8 @@ def plot_wider(sweeps: Sequence[Sweep], size_name: str, target: Path) -> None:
         for i, size in enumerate(sweep.sizes):
             runs = sweep.curves[i][sweep.transferred]
             curve = np.mean([run[: min(map(len, runs))] for run in runs], axis=0)
+            if not len(curve):  # diverged at the first step
+                continue
             window = max(1, len(curve) // 20)
             smooth = np.convolve(curve, np.ones(window) / window, "valid")
             steps = np.arange(window, len(curve) + 1)

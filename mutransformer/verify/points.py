@@ -15,10 +15,12 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,8 +31,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+import mutransformer
 from mutransformer.data.datamodule import TextDataModule
-from mutransformer.errors import Interrupted
 from mutransformer.training.callbacks import RunCheckpoint
 from mutransformer.verify.settings import Settings, build_data, build_module, build_trainer, quiet
 
@@ -58,6 +60,7 @@ class Point:
     def key(self) -> str:
         """Hash of all that changes what is computed."""
         kept = {name: self.settings[name] for name in _SECTIONS}
+        kept["version"] = mutransformer.__version__
         kept["trainer"] = {name: self.settings["trainer"].get(name) for name in _TRAINER}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -85,24 +88,36 @@ class Result:
 
 
 class _Losses(Callback):
-    """Keeps the loss of each step; ends the run soon after one that is not finite."""
+    """Keeps the loss of each step, and the time, over attempts; ends the run soon after a loss that is not finite."""
 
     def __init__(self) -> None:
-        self.losses: list[torch.Tensor] = []
+        self._before, self._seconds_before = torch.empty(0), 0.0
+        self._new: list[torch.Tensor] = []
+        self._start = time.perf_counter()
+
+    @property
+    def curve(self) -> torch.Tensor:
+        """[steps] float32, on the CPU."""
+        new = torch.stack(self._new).float().cpu() if self._new else torch.empty(0)
+        return torch.cat([self._before, new])
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds_before + time.perf_counter() - self._start
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.losses.append(outputs["loss"])
-        if len(self.losses) % _CHECK_EVERY_N_STEPS == 0:  # so that an accelerator is not waited for at each step
-            recent = torch.stack(self.losses[-_CHECK_EVERY_N_STEPS:])
+        self._new.append(outputs["loss"])
+        if len(self._new) % _CHECK_EVERY_N_STEPS == 0:  # so that an accelerator is not waited for at each step
+            recent = torch.stack(self._new[-_CHECK_EVERY_N_STEPS:])
             trainer.should_stop = trainer.should_stop or not bool(torch.isfinite(recent).all())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": torch.stack(self.losses)}
+        return {"curve": self.curve, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.losses = list(state_dict["losses"].unbind())
+        self._before, self._seconds_before = state_dict["curve"], state_dict["seconds"]
 
 
 class _KeepSignals(Callback):
@@ -131,17 +146,16 @@ def train(point: Point, data: TextDataModule, checkpoints: Path) -> Result:
     if 0 < every < n_steps:
         callbacks.append(RunCheckpoint(every, save_best=False, dirpath=str(checkpoints)))
     last = checkpoints / "last.ckpt"
-    start = time.perf_counter()
     with quiet():
         module = build_module(settings, data.vocab_size)
         build_trainer(settings, callbacks).fit(module, datamodule=data, ckpt_path=last if last.exists() else None)
-    curve = torch.stack(losses.losses).float().cpu().numpy()
+    curve = losses.curve.numpy()
     bad = np.flatnonzero(~np.isfinite(curve))
-    return Result(
-        status="diverged" if len(bad) else "done",
-        losses=curve[: bad[0]] if len(bad) else curve,
-        seconds=time.perf_counter() - start,
-    )
+    if len(bad):
+        return Result(status="diverged", losses=curve[: bad[0]], seconds=losses.seconds)
+    if len(curve) != n_steps:
+        raise RuntimeError(f"ended after {len(curve)} of trainer.max_steps={n_steps} steps")
+    return Result(status="done", losses=curve, seconds=losses.seconds)
 
 
 class Store:
@@ -195,8 +209,6 @@ class _Runner:
     def __call__(self, point: Point) -> Result:
         try:
             return train(point, self._data_of(point.settings), self._store.path(point) / "checkpoints")
-        except Interrupted:
-            raise
         except Exception as error:  # a point that fails is a row of the table, not the end of the study
             if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
                 traceback.print_exc()
@@ -241,30 +253,27 @@ def _in_this_process(points: Sequence[Point], store: Store) -> Iterable[tuple[Po
 def _side_by_side(points: Sequence[Point], store: Store, n_jobs: int) -> Iterable[tuple[Point, Result]]:
     """Hands a point to each worker that has none; a worker that dies fails its point and is replaced."""
     queue = list(points)
-    n_workers = min(n_jobs, len(queue))
-    workers = {(worker := _Worker(store, n_jobs)).pipe: worker for _ in range(n_workers)}
-    idle = list(workers.values())
-    busy: dict[Connection, Point] = {}
+    idle = [_Worker(store, n_jobs) for _ in range(min(n_jobs, len(queue)))]
+    busy: dict[Any, tuple[_Worker, Point]] = {}
     try:
         while queue or busy:
             while queue and idle:
                 worker, point = idle.pop(), queue.pop(0)
-                worker.pipe.send(point)
-                busy[worker.pipe] = point
+                worker.send(point)
+                busy[worker.pipe] = worker, point
             for pipe in wait(list(busy)):
-                worker, point = workers.pop(pipe), busy.pop(pipe)  # type: ignore[arg-type]
-                try:
-                    result = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                worker, point = busy.pop(pipe)
+                if (result := worker.receive()) is not None:
+                    idle.append(worker)
+                else:
                     worker.process.join()
                     result = Result(status="failed", error=f"its process ended with {worker.process.exitcode}")
-                    worker = _Worker(store, n_jobs)
-                workers[worker.pipe] = worker
-                idle.append(worker)
+                    idle += [_Worker(store, n_jobs)] if queue else []
                 yield point, result
     finally:
-        for worker in workers.values():
+        for worker in (*idle, *(worker for worker, _ in busy.values())):
             worker.process.terminate()
+            worker.process.join()
 
 
 class _Worker:
@@ -273,14 +282,40 @@ class _Worker:
     def __init__(self, store: Store, n_jobs: int) -> None:
         context = mp.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        n_threads = max(1, (os.cpu_count() or 1) // n_jobs)
+        n_threads = max(1, _n_cores() // n_jobs)
         self.process = context.Process(target=_work, args=(theirs, store, n_threads), daemon=True)
         self.process.start()
         theirs.close()
 
+    def send(self, point: Point) -> None:
+        """Hands over a point; one that is dead is found by `receive`."""
+        with suppress(OSError):
+            self.pipe.send(point)
+
+    def receive(self) -> Result | None:
+        """The point's result; None where the process is dead."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            return None
+
+
+def _n_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the study's does, however that ends: nobody would take the result."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
 
 def _work(pipe: Connection, store: Store, n_threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study's own process ends this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     torch.set_num_threads(n_threads)
@@ -288,5 +323,5 @@ def _work(pipe: Connection, store: Store, n_threads: int) -> None:
     while True:
         try:
             pipe.send(runner(pipe.recv()))
-        except (EOFError, BrokenPipeError):  # the study is gone
+        except (EOFError, OSError):  # the study is gone
             return

@@ -6,7 +6,7 @@ bit of it. Everything is reduced on the device; numbers are fetched once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import Adam, Adamax, AdamW, NAdam, RAdam
 
 from mutransformer.model.decoder import Decoder
 from mutransformer.model.tap import recording
@@ -25,6 +25,9 @@ Quantity = Literal["activation", "change", "weight", "update", "update_per_lr", 
 
 # a change of a weight by less than this share of it is the rounding of float32, not an update
 ROUNDING = 2.0**-22
+
+# their steps have the size of the learning rate, whatever that of the gradient
+ADAPTIVE = (Adam, AdamW, Adamax, NAdam, RAdam, Lion)
 
 NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.abs().mean(),
@@ -63,23 +66,29 @@ class CoordinateRecorder(Callback):
     Inside a `Decoder` every `tap` is recorded; in any other module the output of each submodule without submodules.
 
     Args:
-        norms: names from `NORMS`.
+        norms: names from `NORMS`, to be recorded besides `mean`.
         same_batch: whether every step sees the same batch, so that changes of activations mean something.
     """
 
-    def __init__(self, norms: tuple[str, ...] = ("mean",), same_batch: bool = True) -> None:
-        self.norms = norms
+    def __init__(self, norms: Sequence[str] = (), same_batch: bool = True) -> None:
+        self.norms = tuple(dict.fromkeys(("mean", *norms)))
         self.same_batch = same_batch
         self.rows: list[Coordinate] = []
+        self.is_adaptive = False  # whether the optimizers take steps whose size does not depend on the gradient's
         self._first: dict[tuple[str, int], Tensor] = {}
         self._listening = ExitStack()
+        self._step: int | None = None  # the step under way, which may have several batches
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._step is not None:
+            return
+        self._step = trainer.global_step
         self._pending: list[tuple[str, int, Quantity, str, Tensor]] = []
         self._counts: dict[str, int] = {}
         self._n_forward = 0
         self._rates = dict(_rates(trainer))
         self._before = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        self.is_adaptive = all(isinstance(optimizer, ADAPTIVE) for optimizer in trainer.optimizers)
         self._listening.enter_context(recording(self._activation))
         for name, module in pl_module.named_modules():
             if isinstance(module, Decoder):
@@ -90,24 +99,26 @@ class CoordinateRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.global_step == self._step:  # Lightning accumulates: the step is still to come
+            return
         self._listening.close()
         n_forward = max(1, self._n_forward)
-        sums: dict[tuple[str, int, Quantity, str], list[Tensor]] = {}
+        parts: dict[tuple[str, int, Quantity, str], list[Tensor]] = {}
         for tensor, index, quantity, norm, value in self._pending:
             # a stack of layers is passed once a forward: the n-th call of a forward is layer n
-            layer = index % (self._counts[tensor] // n_forward)
-            sums.setdefault((tensor, layer, quantity, norm), []).append(value)
+            layer = index % (self._counts[tensor] // n_forward) if self._n_forward else 0
+            parts.setdefault((tensor, layer, quantity, norm), []).append(value)
         with torch.no_grad():
             for name, parameter in pl_module.named_parameters():
                 for key, value in self._of_parameter(name, parameter.detach()):
-                    sums[key] = [value]
+                    parts[key] = [value]
         # one transfer for all of a step; micro-batches are averaged
-        values = torch.stack([torch.stack(parts).mean().double() for parts in sums.values()]).tolist()
-        step = trainer.global_step - 1
+        values = torch.stack([torch.stack(of).mean() for of in parts.values()]).tolist()
         self.rows += [
-            Coordinate(step=step, tensor=tensor, layer=layer, quantity=quantity, norm=norm, value=value)
-            for (tensor, layer, quantity, norm), value in zip(sums, values, strict=True)
+            Coordinate(step=self._step or 0, tensor=tensor, layer=layer, quantity=quantity, norm=norm, value=value)
+            for (tensor, layer, quantity, norm), value in zip(parts, values, strict=True)
         ]
+        self._step = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._listening.close()
@@ -130,8 +141,11 @@ class CoordinateRecorder(Callback):
         index = self._counts.get(name, 0)
         self._counts[name] = index + 1
         quantities: dict[Quantity, Tensor] = {"activation": x}
-        if self.same_batch and (first := self._first.setdefault((name, index), x)) is not x:
-            quantities["change"] = x - first
+        if self.same_batch:
+            if (first := self._first.get((name, index))) is not None:
+                quantities["change"] = x - first
+            else:
+                self._first[name, index] = x.clone()  # what comes after may work in place
         for quantity, tensor in quantities.items():
             for norm in self.norms:
                 self._pending.append((name, index, quantity, norm, NORMS[norm](tensor.float())))

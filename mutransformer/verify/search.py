@@ -16,6 +16,14 @@ from mutransformer.verify.settings import LEARNING_RATE, SEED, WIDTH, Settings, 
 
 N_FINALISTS = 8
 
+DEFAULT_SPACE: dict[str, list[float]] = {
+    "model.optimizer.learning_rate": [0.004, 0.125],
+    "model.parametrization.input_multiplier": [0.5, 4.0],
+    "model.parametrization.output_multiplier": [0.5, 16.0],
+    "model.parametrization.qk_scale": [0.03, 1.0],
+    "model.parametrization.lr_multiplier.embedding": [1.0, 16.0],
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Space:

@@ -1,7 +1,7 @@
 """A run's settings as one nested mapping of plain values, changed by dotted keys and made into objects.
 
-The mapping is what the command line parsed: `seed_everything`, `model`, `data`, `trainer`. Read by `coordcheck.py` and
-`points.py`, in this process and in workers.
+The mapping is what the command line parsed: `seed_everything`, `model`, `data`, `trainer`. Read by the checks, in this
+process and in workers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ _STUDY_TRAINER = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
     "limit_val_batches": 0,
+    "fast_dev_run": False,
+    "max_time": None,
+    "max_epochs": None,
 }
 
 
@@ -101,6 +104,8 @@ def build_trainer(settings: Settings, callbacks: Sequence[Callback]) -> Trainer:
         "plugins": [AtomicCheckpointIO()],
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
     }
+    if settings["trainer"]["devices"] == "auto":
+        own["devices"] = 1  # several would be one run of several processes, each of which would be the whole study
     engine = {name: value for name, value in settings["trainer"].items() if name not in NOT_FOR_TRAINER}
     with quiet():
         return Trainer(**{**engine, **own})

@@ -20,7 +20,7 @@ from mutransformer.errors import CheckFailed, Interrupted
 from mutransformer.verify.points import Point, Result, Store, run, write_whole
 from mutransformer.verify.search import Space, constants, finalists, search_points, write_best
 from mutransformer.verify.settings import LEARNING_RATE, Settings, build_data, build_module, changed
-from mutransformer.verify.transfer import Grid, Sweep, fixed_settings_that_vary, judge, judge_search, sweeps
+from mutransformer.verify.transfer import Grid, Sweep, fixed_settings_that_vary, judge_search, judge_transfer, sweeps
 from mutransformer.verify.verdict import Verdict, table
 
 
@@ -60,7 +60,7 @@ def transfer(
         return None
     found = sweeps([(point, results[point.key]) for point in points], grid.size_key)
     warmup_steps = settings["model"]["schedule"]["warmup_steps"]
-    verdict = judge(found, size_name=grid.size_name, warmup_steps=warmup_steps, notes=warnings)
+    verdict = judge_transfer(found, size_name=grid.size_name, warmup_steps=warmup_steps, notes=warnings)
     _finish(found, verdict, grid.size_name, folder, settings, loggers)
     return verdict
 
@@ -77,9 +77,9 @@ def _finish(
     from mutransformer.verify.plots import plot_transfer, plot_wider
 
     verdict.save(folder / "verdict.json")
+    print(report(found, size_name, verdict))
     plot_transfer(found, size_name, folder / "transfer.png")
     plot_wider(found, size_name, folder / "wider.png")
-    print(report(found, size_name, verdict))
     by_size: dict[int, dict[str, float]] = {}
     for sweep in found:
         for i, size in enumerate(sweep.sizes):
@@ -122,9 +122,11 @@ def run_points(
         progress.show(point, result)
 
     _write_table(points, results, folder / table_name)
-    n_before = len(results)
-    with _signals(lambda: f"{len(results) - n_before} points done, all kept in {folder}; the same command goes on"):
+    with _signals(lambda: f"{len(results)} of {len(points)} points are in {folder}; the same command goes on"):
         run(mine, store, n_jobs, on_result)
+    # other shards may have been at work in the same folder
+    results |= {point.key: result for point in points if (result := store.load(point)) is not None}
+    _write_table(points, results, folder / table_name)
     if n_failed := sum(result.status == "failed" for result in results.values()):
         raise CheckFailed(f"{n_failed} points failed, see {folder / table_name}; the same command tries them again")
     return results
@@ -229,7 +231,8 @@ def search(
         n: number of draws.
         folder: as of `transfer`; the draws go to `search.csv`.
         n_jobs: processes side by side.
-        shard: (i, n), as of `transfer`; it splits the draws, and the grid once they are all there.
+        shard: (i, n), as of `transfer`; it splits the draws, then the finalists, then the grid, each once all of what
+            comes before are there: with shards the command is given again after each.
         loggers: as of `transfer`.
     Returns:
         The verdict; None while points of other shards are missing.
@@ -238,10 +241,13 @@ def search(
     draws = search_points(settings, space, n, width, seeds[0])
     results = run_points(draws, folder, "search.csv", n_jobs=n_jobs, shard=shard)
     if len(results) < n:
-        print(f"{len(results)} of {n} draws are in {folder}: the best is known when all are")
+        print(f"{len(results)} of {n} draws are in {folder}: the best is known when all are there")
         return None
     last = finalists(draws, [results[point.key].final_loss() for point in draws], settings, seeds)
-    results |= run_points(last, folder, "finalists.csv", n_jobs=n_jobs, shard=(1, 1))
+    results |= run_points(last, folder, "finalists.csv", n_jobs=n_jobs, shard=shard)
+    if any(point.key not in results for point in last):
+        print(f"finalists of other shards are missing in {folder}: the best is known when all are there")
+        return None
     means = [
         sum(results[point.key].final_loss() for point in last[i : i + len(seeds)]) / len(seeds)
         for i in range(0, len(last), len(seeds))
@@ -260,6 +266,7 @@ def search(
         return None
     found = sweeps([(point, results[point.key]) for point in (*points, *control)], grid.size_key)
     warmup_steps = settings["model"]["schedule"]["warmup_steps"]
-    verdict = judge_search(found, size_name=grid.size_name, n_draws=n, warmup_steps=warmup_steps)
+    n_runs = len({point.key for point in (*draws, *last)})
+    verdict = judge_search(found, size_name=grid.size_name, n_runs=n_runs, warmup_steps=warmup_steps)
     _finish(found, verdict, grid.size_name, folder, settings, loggers)
     return verdict

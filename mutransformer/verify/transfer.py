@@ -22,6 +22,11 @@ from mutransformer.verify.verdict import Estimate, Finding, Verdict, parabola_mi
 
 MAX_DRIFT_OCTAVES = 1.0
 MAX_REGRET_SHARE = 0.1
+N_ERRORS = 3
+NOT_TUNED = "; its best learning rate lies at the grid's edge, so it is not tuned: widen the grid"
+
+# what a study varies in any case, directly or by its seed
+OWN_KEYS = (WIDTH, LEARNING_RATE, SEED, "data.shuffle_seed")
 
 # settings that must stay as they are for hyperparameters to transfer -> what they are called
 FIXED: Mapping[str, str] = {
@@ -58,6 +63,8 @@ class Grid:
 
     def __post_init__(self) -> None:
         steps = np.diff(self.log2_learning_rates)
+        if self.axis and self.axis[0] in OWN_KEYS:
+            raise ConfigError("axis", self.axis[0], "is what a study varies anyway", "use its own option")
         if not len(self.log2_learning_rates) or (steps <= 0).any() or not np.allclose(steps, steps[:1]):
             rule = "must be equally spaced and ascending"
             raise ConfigError("log2_learning_rates", list(self.log2_learning_rates), rule, "write [-9,-8,-7,-6]")
@@ -65,6 +72,9 @@ class Grid:
         for name, values in {"widths": self.widths, "seeds": self.seeds, **others}.items():
             if not values or len(set(values)) < len(values):
                 raise ConfigError(name, list(values), "must be one or more values, each once", "leave out the repeated")
+        if self.size_key == WIDTH and (len(self.widths) < 2 or sorted(self.widths) != list(self.widths)):
+            rule = "must be two or more, ascending: transfer is from the first to the others"
+            raise ConfigError("widths", list(self.widths), rule, "use 32,64,128")
 
     @property
     def size_key(self) -> str:
@@ -77,13 +87,13 @@ class Grid:
         return self.size_key.rpartition(".")[2]
 
     def points(self, settings: Settings) -> list[Point]:
-        """Every run of the study, the settings' own first, the largest models before smaller ones."""
+        """Every run of the study: the largest models first, so that no worker is left with one at the end."""
         main = settings["model"]["parametrization"]["rules"]
-        found = [point for variant, base in self._variants(main, settings) for point in self._of(variant, base)]
+        if self.control and self.control[0] == main:
+            raise ConfigError("compare", main, "is what the config runs itself", "use null, or other rules")
+        variants = [(main, settings), *([self.control] if self.control else [])]
+        found = [point for variant, base in variants for point in self._of(variant, base)]
         return sorted(found, key=lambda point: -point.changes[WIDTH] * point.changes.get(DEPTH, 1))
-
-    def _variants(self, main: str, settings: Settings) -> list[tuple[str, Settings]]:
-        return [(main, settings), *([self.control] if self.control else [])]
 
     def _of(self, variant: str, base: Settings) -> list[Point]:
         axis_key, axis_values = self.axis or (None, (None,))
@@ -143,6 +153,10 @@ class Sweep:
         """Index of the learning rate that is best at the smallest size."""
         return int(self.best[0])
 
+    def is_at_edge(self, i: int) -> bool:
+        """Whether the best learning rate at size number `i` is the grid's first or last: it may lie outside."""
+        return int(self.best[i]) in (0, len(self.exponents) - 1)
+
     def optimum(self, i: int) -> Estimate:
         """log2 of the best learning rate at size number `i`, by a parabola for each seed."""
         return Estimate.over_seeds([parabola_minimum(self.exponents, losses) for losses in self.loss[i].T])
@@ -165,9 +179,10 @@ class Sweep:
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> Estimate:
-    """Of losses that are paired by seed; infinite where one of ours is."""
-    if not np.isfinite(ours).all():
-        return Estimate(math.inf, math.inf, math.inf)
+    """Of losses that are paired by seed; infinite where one is."""
+    for losses, sign in ((ours, math.inf), (theirs, -math.inf)):
+        if not np.isfinite(losses).all():
+            return Estimate(sign, sign, sign)
     return Estimate.over_seeds(list(ours - theirs))
 
 
@@ -204,30 +219,35 @@ def sweeps(results: Sequence[tuple[Point, Result]], size_key: str) -> list[Sweep
 def first_step_not_better(narrow: Sequence[np.ndarray], wide: Sequence[np.ndarray], start: int) -> int | None:
     """First step from which on a moving mean says that the wider model is behind.
 
-    The runs are paired by seed and see the same batches. The difference of their losses is averaged over a window of a
-    twentieth of the run and over seeds; the wider model is behind where that mean is above twice its standard error.
+    The runs are paired by seed and see the same batches. The difference of their losses is averaged over seeds and over
+    a twentieth of the run at a time; the wider model is behind where that mean is above N_ERRORS of its standard error.
 
     Args:
         narrow: losses of the smaller model, an array a seed.
         wide: those of the larger.
         start: steps of warm-up, which do not count.
     Returns:
-        The last step of the first such window, from 1; None where there is none. Step `start` where a run diverged.
+        The last step of the first such part of the run, from 1; the step at which a wider run alone diverged; None
+        where there is none.
     """
-    n_steps = min(map(len, (*narrow, *wide)))
-    if n_steps < max(map(len, (*narrow, *wide))):
-        return start
-    behind = np.mean([w - n for n, w in zip(narrow, wide, strict=True)], axis=0)[start:]
-    window = max(2, n_steps // 20)
-    if len(behind) < window:
-        return None
-    views = np.lib.stride_tricks.sliding_window_view(behind, window)
-    late = np.flatnonzero(views.mean(1) > 2 * views.std(1, ddof=1) / math.sqrt(window))
-    return start + window + int(late[0]) if len(late) else None
+    n_narrow, n_wide = min(map(len, narrow)), min(map(len, wide))
+    n_steps = min(n_narrow, n_wide)
+    behind = np.mean([w[:n_steps] - n[:n_steps] for n, w in zip(narrow, wide, strict=True)], axis=0)[start:]
+    window = max(4, n_steps // 20)
+    for i in range(0, len(behind) - window + 1, window):
+        part = behind[i : i + window]
+        if part.mean() > N_ERRORS * part.std(ddof=1) / math.sqrt(window):
+            return start + i + window
+    return n_wide + 1 if n_wide < n_narrow else None
 
 
-def judge(found: Sequence[Sweep], *, size_name: str, warmup_steps: int, notes: Sequence[str] = ()) -> Verdict:
-    """The verdict of a study: on each sweep of its own variant, and on the control, which must fail.
+def _control_of(ours: Sweep, found: Sequence[Sweep]) -> Sweep | None:
+    """The control's sweep that differs from `ours` in nothing else."""
+    return next((s for s in found if s.variant != ours.variant and s.others == ours.others), None)
+
+
+def judge_transfer(found: Sequence[Sweep], *, size_name: str, warmup_steps: int, notes: Sequence[str] = ()) -> Verdict:
+    """The verdict of a study: on each sweep of its own variant, and on the control, which must fail drift or regret.
 
     A sweep passes where its best learning rate stays within MAX_DRIFT_OCTAVES from the smallest size to the largest
     (the grid's resolution); where using the smallest's at the largest costs at most MAX_REGRET_SHARE of what growing
@@ -241,55 +261,54 @@ def judge(found: Sequence[Sweep], *, size_name: str, warmup_steps: int, notes: S
     """
     main = found[0].variant
     findings: list[Finding] = []
-    control_failures: list[Finding] = []
     for sweep in found:
         mine = _findings(sweep, size_name, warmup_steps)
         if sweep.variant == main:
-            findings += mine
+            findings += mine.values()
         else:
-            control_failures += [f for f in mine if not f.passed and not f.name.endswith(": grid")]
-    controls = [sweep for sweep in found if sweep.variant != main]
-    if controls:
-        reason = control_failures[0].reason if control_failures else "passes too: this study cannot tell them apart"
-        findings.append(
-            Finding(name=f"control {controls[0].variant} fails", passed=bool(control_failures), reason=reason)
-        )
+            failed = [mine[name] for name in ("drift", "regret") if not mine[name].passed]
+            reason = failed[0].reason if failed else "it transfers too: this study cannot tell them apart"
+            findings.append(Finding(name=f"control {sweep.name} fails", passed=bool(failed), reason=reason))
+    pairs = [(ours, control) for ours in found if ours.variant == main if (control := _control_of(ours, found))]
     return Verdict(
         check="transfer",
         findings=findings,
-        notes=[*notes, *(worth(sweep, controls[0]) for sweep in found if controls and sweep.variant == main)],
+        notes=[*notes, *(worth(ours, control) for ours, control in pairs)],
         figures={"sweeps": [figures(sweep, size_name) for sweep in found]},
     )
 
 
-def judge_search(found: Sequence[Sweep], *, size_name: str, n_draws: int, warmup_steps: int) -> Verdict:
+def judge_search(found: Sequence[Sweep], *, size_name: str, n_runs: int, warmup_steps: int) -> Verdict:
     """The verdict of a search: what was tuned at the smallest size is better the wider, and no worse than the control.
 
     Args:
         found: own variant, with its one learning rate, and then the control's, if there is one.
         size_name: what grows.
-        n_draws: runs that the search took.
+        n_runs: small runs that the search took.
         warmup_steps: steps that "wider is better" leaves out.
     """
     ours, controls = found[0], found[1:]
     findings = [_wider(ours, warmup_steps)]
     for control in controls:
         gap = difference(ours.loss[-1, 0], control.loss[-1, control.best[-1]])
+        is_tuned = not control.is_at_edge(-1)
         reason = (
-            f"tuned at {size_name} {ours.sizes[0]} by {n_draws} small runs, it reaches "
+            f"tuned at {size_name} {ours.sizes[0]} by {n_runs} small runs, it reaches "
             f"{ours.loss[-1, 0].mean():.3f} nats at {ours.sizes[-1]}; {control.variant} tuned there by "
             f"{control.loss[-1].size} large runs {control.loss[-1, control.best[-1]].mean():.3f}: a gap of {gap} nats"
+            + ("" if is_tuned else NOT_TUNED)
         )
-        findings.append(Finding(name=f"worth it against {control.variant}", passed=gap.mean <= 0, reason=reason))
+        passed = is_tuned and gap.mean <= 0
+        findings.append(Finding(name=f"worth it against {control.variant}", passed=passed, reason=reason))
     return Verdict(
         check="search", findings=findings, figures={"sweeps": [figures(sweep, size_name) for sweep in found]}
     )
 
 
-def _findings(sweep: Sweep, size_name: str, warmup_steps: int) -> list[Finding]:
+def _findings(sweep: Sweep, size_name: str, warmup_steps: int) -> dict[str, Finding]:
     drift, regret, gain = sweep.drift(), sweep.regret(-1), sweep.gain()
     smallest, largest = sweep.sizes[0], sweep.sizes[-1]
-    edges = [size for size, i in zip(sweep.sizes, sweep.best, strict=True) if i in (0, len(sweep.exponents) - 1)]
+    edges = [size for i, size in enumerate(sweep.sizes) if sweep.is_at_edge(i)]
     checks = {
         "grid": (
             not edges,
@@ -308,8 +327,10 @@ def _findings(sweep: Sweep, size_name: str, warmup_steps: int) -> list[Finding]:
             f"where growing gains {gain:.3f}; at most a {1 / MAX_REGRET_SHARE:g}th is asked for",
         ),
     }
-    found = [Finding(name=f"{sweep.name}: {name}", passed=ok, reason=reason) for name, (ok, reason) in checks.items()]
-    return [*found, _wider(sweep, warmup_steps)]
+    found = {
+        name: Finding(name=f"{sweep.name}: {name}", passed=ok, reason=reason) for name, (ok, reason) in checks.items()
+    }
+    return {**found, "wider": _wider(sweep, warmup_steps)}
 
 
 def _wider(sweep: Sweep, warmup_steps: int) -> Finding:
@@ -336,7 +357,7 @@ def worth(ours: Sweep, control: Sweep) -> str:
         f"is it worth it: {ours.name} tuned at {ours.sizes[0]} reaches {reached.mean():.3f} nats at {ours.sizes[-1]}, "
         f"{abs(gap.mean):.3f} {word} {control.variant} tuned there ({tuned.mean():.3f}); "
         f"{ours.loss[0].size} small runs and {n_seeds} large in {ours_s:.0f} s, against "
-        f"{n_lr * n_seeds} large runs in {control_s:.0f} s"
+        f"{n_lr * n_seeds} large runs in {control_s:.0f} s" + (NOT_TUNED if control.is_at_edge(-1) else "")
     )
 
 

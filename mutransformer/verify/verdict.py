@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-# two-sided 95 % quantiles of Student's t by degrees of freedom; above them 1.96 + 2.5 / n is within 0.01
+# two-sided 95 % quantiles of Student's t by degrees of freedom; above them 1.96 + 2.5 / df is within 0.02
 _T95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
@@ -68,13 +68,11 @@ class Finding:
         name: what was looked at, e.g. a tensor.
         passed: whether it is as it should be.
         reason: what was seen, what was asked for.
-        details: the figures behind it, as plain values.
     """
 
     name: str
     passed: bool
     reason: str
-    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return all(finding.passed for finding in self.findings)
+        return bool(self.findings) and all(finding.passed for finding in self.findings)
 
     @property
     def failures(self) -> list[Finding]:

@@ -48,15 +48,16 @@ def test_parabola_stays_on_the_grid_where_it_cannot_be_fitted(losses, minimum):
 
 def test_verdict_fails_with_one_finding_and_saves_plain_json(tmp_path):
     good = Finding(name="a", passed=True, reason="fine")
-    bad = Finding(name="b", passed=False, reason="off", details={"power": np.float64(0.5), "high": math.inf})
+    bad = Finding(name="b", passed=False, reason="off")
     assert Verdict(check="x", findings=[good]).passed
-    verdict = Verdict(check="x", findings=[good, bad], figures={"estimate": Estimate.over_seeds([1.0])})
+    figures = {"estimate": Estimate.over_seeds([1.0]), "power": np.float64(0.5)}
+    verdict = Verdict(check="x", findings=[good, bad], figures=figures)
+    assert not Verdict(check="x", findings=[]).passed  # nothing was looked at
     assert str(verdict) == "x: FAIL" and verdict.failures == [bad]
     verdict.save(tmp_path / "verdict.json")
     saved = json.loads((tmp_path / "verdict.json").read_text())
     assert saved["passed"] is False
-    assert saved["findings"][1]["details"] == {"power": 0.5, "high": None}
-    assert saved["figures"]["estimate"] == {"mean": 1.0, "low": None, "high": None}
+    assert saved["figures"] == {"estimate": {"mean": 1.0, "low": None, "high": None}, "power": 0.5}
 
 
 def test_table_aligns_columns():
