@@ -12,9 +12,10 @@ import yaml
 
 from mutransformer.errors import ConfigError
 from mutransformer.verify.points import Point, write_whole
-from mutransformer.verify.settings import LEARNING_RATE, SEED, WIDTH, Settings, changed
+from mutransformer.verify.settings import LEARNING_RATE, SEED, WIDTH, Settings, changed, value_at
 
 N_FINALISTS = 8
+FINALISTS_TIMES_STEPS = 4  # a wider model is further on its way after as many steps: the choice is made further on
 
 DEFAULT_SPACE: dict[str, list[float]] = {
     "model.optimizer.learning_rate": [0.004, 0.125],
@@ -61,7 +62,12 @@ def search_points(settings: Settings, space: Space, n: int, width: int, seed: in
 def finalists(
     points: Sequence[Point], losses: Sequence[float], settings: Settings, seeds: Sequence[int]
 ) -> list[Point]:
-    """The best draws with every seed: what one seed ranks first is partly luck."""
+    """The best draws again, with every seed and longer: what one seed and a short run rank first is partly luck."""
+    longer = {
+        key: FINALISTS_TIMES_STEPS * value_at(settings, key)
+        for key in ("trainer.max_steps", "model.schedule.warmup_steps")
+    }
+    settings = changed(settings, longer)
     order = np.argsort(losses, kind="stable")[:N_FINALISTS]
     return [_point(settings, constants(points[i]), points[i].changes[WIDTH], seed) for i in order for seed in seeds]
 

@@ -253,7 +253,7 @@ def search(
         for i in range(0, len(last), len(seeds))
     ]
     best = constants(last[means.index(min(means)) * len(seeds)])
-    remark = f"best of {n} draws at d_model {width}: {min(means):.4f} nats a token, mean of {len(seeds)} seeds"
+    remark = f"best of {n} draws at d_model {width}: {min(means):.4f} nats a token, {len(seeds)} seeds, longer runs"
     write_best(best, folder / "best.yaml", remark)
     print(f"{remark}; written to {folder / 'best.yaml'}")
     exponent = math.log2(best.pop(LEARNING_RATE))
