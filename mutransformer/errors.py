@@ -32,6 +32,10 @@ class SaveError(RuntimeError):
     """A file could not be written whole (full disk, quota, permissions); what was there before is intact."""
 
 
+class DataError(RuntimeError):
+    """Text could not be read to its end, or cached tokens are damaged; the message says what is kept and what to do."""
+
+
 class Interrupted(RuntimeError):
     """A signal asked the command to stop; the message says what was saved and how to go on.
 

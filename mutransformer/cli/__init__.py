@@ -13,12 +13,22 @@ import warnings
 from collections.abc import Sequence
 
 from mutransformer import __version__
-from mutransformer.errors import EXIT_FAILURE, EXIT_USER_ERROR, ConfigError, Interrupted, NonFiniteError, SaveError
+from mutransformer.errors import (
+    EXIT_FAILURE,
+    EXIT_USER_ERROR,
+    ConfigError,
+    DataError,
+    Interrupted,
+    NonFiniteError,
+    SaveError,
+)
 
 COMMANDS = {
     "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
     "validate": "validation loss of a checkpoint (--ckpt_path)",
     "test": "test loss of a checkpoint (--ckpt_path)",
+    "prepare": "fill the token cache of a config without training",
+    "data": "list the token caches, and which of them a config would use (--verify compares hashes)",
     "describe": "print the parameter plan: role, init, learning rate and decay of every tensor; makes no weights",
 }
 
@@ -43,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None: those of the process.
     Returns:
-        0 done; 1 training met a loss that is not finite, or the disk a failure; 2 a user's mistake; 130 and 143
+        0 done; 1 training met a loss that is not finite, or the disk or the network a failure; 2 a user's mistake; 130 and 143
         stopped by SIGINT and SIGTERM with the state saved.
     """
     args = list(sys.argv[1:] if argv is None else argv)
@@ -58,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left, as in `describe | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (ConfigError, NonFiniteError, SaveError, OSError, Interrupted, KeyboardInterrupt) as error:
+    except (ConfigError, DataError, NonFiniteError, SaveError, OSError, Interrupted, KeyboardInterrupt) as error:
         if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
             raise
         return _report(error)

@@ -24,6 +24,7 @@ from mutransformer.cli.config_files import flatten, given_keys, in_order_of_prec
 from mutransformer.cli.describe import print_plan
 from mutransformer.cli.parse_errors import from_message
 from mutransformer.data.datamodule import TextDataModule
+from mutransformer.data.listing import describe_caches
 from mutransformer.errors import ConfigError
 from mutransformer.training.callbacks import (
     DetectNonFinite,
@@ -62,12 +63,12 @@ TRAINER_DEFAULTS = {
     "default_root_dir": "runs",
 }
 
-# settings of the model that a resumed run may change: they do not change what the weights mean
-FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed")
+# settings that a resumed run may change: they do not change what the weights mean, nor the tokens
+FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed", "data.cache")
 
 
 class RunTrainer(Trainer):
-    """Lightning's Trainer with the command `describe`."""
+    """Lightning's Trainer with the commands that do not train."""
 
     def describe(self, model: Any, datamodule: Any, format: Literal["table", "json", "csv"] = "table") -> None:
         """Print one row a parameter: role, shape, initialization, learning rate, decay; makes no weights.
@@ -76,6 +77,21 @@ class RunTrainer(Trainer):
             format: `table` for people, `json` or `csv` for programs.
         """
         print_plan(model.plan, format)
+
+    def prepare(self, model: Any, datamodule: TextDataModule) -> None:
+        """Fill the token cache of all splits without training; after an interruption it goes on where it was."""
+        for folder, manifest in datamodule.prepare():
+            n_documents, n_tokens = manifest.total("n_documents"), manifest.total("n_tokens")
+            print(f"{folder}: {n_documents:,} documents, {n_tokens:,} tokens ({', '.join(manifest.splits)})")
+
+    def list_caches(self, model: Any, datamodule: TextDataModule, verify: bool = False) -> None:
+        """List the caches in data.cache, and why this configuration does not use one.
+
+        Args:
+            verify: compare the hash of every file with what was written.
+        """
+        for line in describe_caches(datamodule.cache, datamodule.requests(), verify=verify):
+            print(line)
 
 
 class RunCLI(LightningCLI):
@@ -91,11 +107,15 @@ class RunCLI(LightningCLI):
         "validate": {"model", "dataloaders", "datamodule", "weights_only"},
         "test": {"model", "dataloaders", "datamodule", "weights_only"},
         "describe": {"model", "datamodule"},
+        "prepare": {"model", "datamodule"},
+        "list_caches": {"model", "datamodule"},
     }
+    WITHOUT_TRAINER: ClassVar[tuple[str, ...]] = ("describe", "prepare", "list_caches")
+    METHODS: ClassVar[dict[str, str]] = {"data": "list_caches"}  # as the section of this name is in the way
 
     def __init__(self, subcommand: str, args: list[str]) -> None:
         _quiet_libraries()
-        self._only = subcommand
+        self._only = subcommand = self.METHODS.get(subcommand, subcommand)
         self._given = given_keys(args)
         super().__init__(
             DecoderModule,
@@ -107,7 +127,7 @@ class RunCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=[subcommand, *in_order_of_precedence(args)],
+            args=[subcommand, *("--verify=true" if arg == "--verify" else arg for arg in in_order_of_precedence(args))],
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
@@ -164,7 +184,7 @@ class RunCLI(LightningCLI):
         return config[config.subcommand]
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        if self.subcommand == "describe":
+        if self.subcommand in self.WITHOUT_TRAINER:
             return RunTrainer.__new__(RunTrainer)
         config = self._section(cast(Namespace, self.config_init))
         trainer, checkpoint = config.trainer, config.checkpoint
@@ -198,8 +218,9 @@ class RunCLI(LightningCLI):
             raise _trainer_error(error) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
+        stop = StopOnSignal(RunCheckpoint()) if subcommand in self.WITHOUT_TRAINER else self.stop
         try:
-            with nullcontext() if subcommand == "describe" else self.stop.handling():
+            with nullcontext() if subcommand == "describe" else stop.handling():
                 super()._run_subcommand(subcommand)
         except MisconfigurationException as error:
             raise _trainer_error(error) from error
@@ -230,7 +251,7 @@ class RunCLI(LightningCLI):
         print(f"\n{loss_line(self.trainer, 'validation loss', self.metrics.last.get('val_loss'))}")
 
     def after_test(self) -> None:
-        print(f"\n{loss_line(self.trainer, 'test loss', self.metrics.last.get('test_loss'))}")
+        print(f"\n{loss_line(self.trainer, 'test loss', self.metrics.last.get('test_loss'), 'test')}")
 
 
 def loss_line(trainer: Trainer, name: str, loss: float | None, split: str = "validation") -> str:
@@ -251,6 +272,7 @@ def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -
             loss_line(trainer, "train loss", last.get("train_loss"), "train"),
             loss_line(trainer, "validation loss", last.get("val_loss")),
             f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
+            f"data: {cast(Any, trainer).datamodule.epoch_summary()}",
             f"run folder: {trainer.log_dir} (metrics.csv, config.yaml, loss.png)",
             f"checkpoint: {checkpoint.last_path}",
             f"next: mutransformer validate --ckpt_path {checkpoint.last_path}",

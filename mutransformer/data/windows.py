@@ -5,108 +5,123 @@ Shape letters: B rows of a batch on this rank, L sequence length.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mutransformer.data.order import window_order
-from mutransformer.data.tokenizer import Tokenizer, as_bytes
+from mutransformer.data.order import window_at
 from mutransformer.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class TokenStream:
+    """A split's tokens, in one or more shards that are mapped from files: separator, document, separator, ...
+
+    Args:
+        shards: [n] uint16 or uint32 each; a document may not lie across two.
+        starts: [n] int64 each, where in the shard the documents start, each with the separator before it.
+        n_bytes: UTF-8 bytes of the documents, separators not counted.
+        sha256: stands for all tokens.
+    """
+
+    shards: Sequence[np.ndarray]
+    starts: Sequence[np.ndarray]
+    n_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
+        object.__setattr__(self, "_ends", ends)
+
+    def __len__(self) -> int:
+        """Tokens, separators counted."""
+        return int(self._ends[-1])
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Fills `out` with the tokens from `start` on."""
+        number, n_done = int(self._ends.searchsorted(start, "right")), 0
+        while n_done < len(out):
+            offset = start + n_done - int(self._ends[number]) + len(self.shards[number])
+            part = self.shards[number][offset : offset + len(out) - n_done]
+            out[n_done : n_done + len(part)] = part
+            n_done, number = n_done + len(part), number + 1
+
+    def starts_within(self, start: int, stop: int) -> np.ndarray:
+        """Where documents start among the tokens from `start` to `stop`, counted from `start`."""
+        first, last = (int(self._ends.searchsorted(place, "right")) for place in (start, stop - 1))
+        found = []
+        for number in range(first, last + 1):
+            offset = int(self._ends[number]) - len(self.shards[number]) - start
+            starts = self.starts[number]
+            low, high = np.searchsorted(starts, (-offset, stop - start - offset))
+            found.append(starts[low:high] + offset)
+        return np.concatenate(found)
+
+
 class TokenWindows:
-    """A stream of tokens, and its windows: number i holds tokens i*L to i*L + L, the last being the next one's first.
+    """The windows of a stream: number i holds tokens i*L to i*L + L, the last being the next one's first.
 
     So each token but the stream's first is a target exactly once, up to the at most L - 1 after the last window.
 
     Args:
-        tokens: [n_tokens] uint16 or uint32, separator, document, separator, document, ..., separator.
-        n_bytes: UTF-8 bytes of the documents, separators not counted.
+        stream: the tokens.
         sequence_len: L, targets of a window; at least 1.
+        attend_across_documents: whether a window is read as one text; else each batch says where documents start.
     Raises:
         ConfigError: when the stream is shorter than one window.
     """
 
-    def __init__(self, tokens: np.ndarray, n_bytes: int, sequence_len: int) -> None:
-        if len(tokens) < sequence_len + 1:
-            rule = f"a window takes one token more than that, and a split holds {len(tokens)} tokens"
+    def __init__(self, stream: TokenStream, sequence_len: int, *, attend_across_documents: bool = True) -> None:
+        if len(stream) < sequence_len + 1:
+            rule = f"a window takes one token more than that, and a split holds {len(stream)} tokens"
             raise ConfigError(
-                "data.sequence_len", sequence_len, rule, f"use at most {len(tokens) - 1}, or more documents"
+                "data.sequence_len", sequence_len, rule, f"use at most {len(stream) - 1}, or more documents"
             )
-        self.tokens = tokens
-        self.n_bytes = n_bytes
+        self.stream = stream
         self.sequence_len = sequence_len
-        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_len + 1)[::sequence_len]
-        self.n_windows = len(self._windows)
+        self.attend_across_documents = attend_across_documents
+        self.n_windows = (len(stream) - 1) // sequence_len
 
-    @classmethod
-    def from_documents(
-        cls,
-        documents: Iterable[bytes | str],
-        tokenizer: Tokenizer,
-        *,
-        separator: int,
-        vocab_size: int,
-        sequence_len: int,
-    ) -> TokenWindows:
-        """Tokenizes `documents` into one stream, with a separator before the first and after each.
-
-        Args:
-            documents: the texts.
-            tokenizer: makes their ids.
-            separator: the token id before, between and after documents.
-            vocab_size: every id must be below it, the separator too; above 65,536 the stream is uint32, else uint16.
-            sequence_len: L, see the class.
-        Returns:
-            The windows of the stream.
-        Raises:
-            ConfigError: when an id is not below vocab_size, or the stream is shorter than one window.
-        """
-        dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-        n_bytes = 0
-
-        def counted() -> Iterator[bytes]:
-            nonlocal n_bytes
-            for document in map(as_bytes, documents):
-                n_bytes += len(document)
-                yield document
-
-        def narrowed(ids: np.ndarray) -> np.ndarray:
-            if ids.size and (largest := int(ids.max())) >= vocab_size:
-                rule = f"must be above every token id, and there is {largest}"
-                remedy = f"use at least {max(largest + 1, len(tokenizer))}"
-                raise ConfigError("data.vocab_size", vocab_size, rule, remedy)
-            return ids.astype(dtype, copy=False)
-
-        separator_ids = narrowed(np.array([separator]))
-        pieces = [separator_ids]
-        for ids in tokenizer.encode_documents(counted()):
-            pieces += (narrowed(ids), separator_ids)
-        return cls(np.concatenate(pieces), n_bytes, sequence_len)
-
-    def __getitem__(self, indices: np.ndarray) -> Tensor:
-        """Returns the windows of these numbers.
-
-        Shapes:
-            [n] int -> [n, L + 1] int64
-        """
-        return torch.from_numpy(self._windows[indices].astype(np.int64))
+    @property
+    def n_leftover_tokens(self) -> int:
+        """Tokens after the last window; in no epoch are they a target."""
+        return len(self.stream) - 1 - self.n_windows * self.sequence_len
 
     @property
     def bytes_per_token(self) -> float:
         """UTF-8 bytes of text that a target token stands for, separators counted as tokens."""
-        return self.n_bytes / (len(self.tokens) - 1)
+        return self.stream.n_bytes / (len(self.stream) - 1)
 
-    @cached_property
-    def tokens_sha256(self) -> str:
-        """SHA-256 of the stream, in hex; the same on any machine."""
-        little_endian = self.tokens.astype(self.tokens.dtype.newbyteorder("<"), copy=False)
-        return hashlib.sha256(little_endian.data).hexdigest()
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """Returns the windows of these numbers as a batch.
+
+        Returns:
+            `tokens`; and `positions`, each counted from the start of its document or of the window, whichever is
+            later, unless a window is read as one text.
+        Shapes:
+            [B] int -> tokens [B, L + 1] int64, positions [B, L] int64
+        """
+        if indices.size and not 0 <= indices.min() <= indices.max() < self.n_windows:
+            raise IndexError(f"there are {self.n_windows} windows")
+        tokens = np.empty((len(indices), self.sequence_len + 1), np.int64)
+        for row, index in zip(tokens, indices.tolist(), strict=True):
+            self.stream.read(index * self.sequence_len, row)
+        batch = {"tokens": torch.from_numpy(tokens)}
+        if not self.attend_across_documents:
+            batch["positions"] = torch.from_numpy(self._positions(indices))
+        return batch
+
+    def _positions(self, indices: np.ndarray) -> np.ndarray:
+        starts = np.zeros((len(indices), self.sequence_len), np.int64)
+        for row, index in zip(starts, indices.tolist(), strict=True):
+            first = index * self.sequence_len
+            within = self.stream.starts_within(first, first + self.sequence_len)
+            row[within] = within
+        return np.arange(self.sequence_len) - np.maximum.accumulate(starts, axis=1)
 
 
 class WindowLoader:
@@ -162,17 +177,16 @@ class WindowLoader:
         return self.windows.n_windows % self.rows_per_batch
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yields `{"tokens": [B, L + 1] int64}` from the position to the end of its epoch."""
+        """Yields batches, see `TokenWindows.batch`, from the position to the end of its epoch."""
         epoch = self._epoch
-        n_windows = self.windows.n_windows
-        order = window_order(n_windows, epoch, self._seed) if self._shuffle else np.arange(n_windows)
         while self._epoch == epoch:
-            start = self._batch * self.rows_per_batch
-            rows = order[start : start + self.rows_per_batch]
+            places = _share(self._batch * self.rows_per_batch, self.rows_per_batch, self._rank, self._world_size)
             self._batch += 1
             if self._batch == len(self):
                 self._epoch, self._batch = epoch + 1, 0
-            yield {"tokens": self.windows[_share(rows, self._rank, self._world_size)]}
+            if self._shuffle:
+                places = window_at(places, self.windows.n_windows, epoch=epoch, seed=self._seed)
+            yield self.windows.batch(places)
 
     def state_dict(self) -> dict[str, int | str]:
         """Returns the position of the next batch, and what must be the same for it to mean the same batch."""
@@ -198,7 +212,8 @@ class WindowLoader:
             "rows_per_batch": self.rows_per_batch,
             "shuffle": int(self._shuffle),
             "shuffle_seed": self._seed,
-            "tokens_sha256": self.windows.tokens_sha256,
+            "order": "feistel",
+            "tokens_sha256": self.windows.stream.sha256,
             "n_windows": self.windows.n_windows,
         }
 
@@ -237,10 +252,10 @@ class InOrderLoader:
         return -(-self._n_used // self.rows_per_batch)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yields `{"tokens": [B, L + 1] int64}`."""
+        """Yields batches, see `TokenWindows.batch`."""
         for start in range(0, self._n_used, self.rows_per_batch):
-            rows = np.arange(start, min(start + self.rows_per_batch, self._n_used))
-            yield {"tokens": self.windows[_share(rows, self._rank, self._world_size)]}
+            n_rows = min(self.rows_per_batch, self._n_used - start)
+            yield self.windows.batch(_share(start, n_rows, self._rank, self._world_size))
 
 
 def _rows_per_batch(windows: TokenWindows, tokens_per_batch: int, world_size: int) -> int:
@@ -254,7 +269,7 @@ def _rows_per_batch(windows: TokenWindows, tokens_per_batch: int, world_size: in
     return tokens_per_batch // windows.sequence_len
 
 
-def _share(rows: np.ndarray, rank: int, world_size: int) -> np.ndarray:
-    """The rank's contiguous part of the rows of a global batch."""
-    n_local = len(rows) // world_size
-    return rows[rank * n_local : (rank + 1) * n_local]
+def _share(start: int, n_rows: int, rank: int, world_size: int) -> np.ndarray:
+    """The rank's contiguous part of the places start .. start + n_rows - 1 of a global batch."""
+    n_local = n_rows // world_size
+    return np.arange(start + rank * n_local, start + (rank + 1) * n_local)
