@@ -83,7 +83,7 @@ class CacheRequest:
             return self._made_before(error)
         folder = self.root / folder_name(settings)
         lock, is_announced = Lock(folder), False
-        while (manifest := Manifest.load(folder)) is None:
+        while (manifest := complete(folder, settings)) is None:
             if (owner := lock.acquire()) is not None:
                 if not is_announced:
                     is_announced = True
@@ -91,7 +91,7 @@ class CacheRequest:
                 time.sleep(POLL_S)
                 continue
             try:
-                if (manifest := Manifest.load(folder)) is None:  # finished just before we had the lock
+                if (manifest := complete(folder, settings)) is None:  # finished just before we had the lock
                     new = Manifest(settings, self.about(), self._dtype())
                     writer = CacheWriter(
                         folder,
@@ -135,6 +135,18 @@ class CacheRequest:
             raise absence
         names = ", ".join(str(folder) for folder, _ in found)
         raise DataError(f"{absence}; several caches of it are there ({names}): delete all but one") from absence
+
+
+def complete(folder: Folder, settings: dict[str, Any]) -> Manifest | None:
+    """Returns the manifest of a complete cache with these settings; None where there is none.
+
+    Raises:
+        DataError: when the folder holds a cache of other settings.
+    """
+    manifest = Manifest.load(folder)
+    if manifest is not None and manifest.settings != settings:
+        raise DataError(f"{folder} holds tokens made under other settings; give it its own name or delete it")
+    return manifest
 
 
 def caches(root: Folder) -> Iterator[Folder]:
@@ -185,7 +197,7 @@ def bring_here(folder: Folder, manifest: Manifest) -> Folder:
         return folder
     copy = Folder(default_cache()) / folder_name(manifest.settings)
     lock = Lock(copy)
-    while Manifest.load(copy) is None:
+    while complete(copy, manifest.settings) is None:
         if lock.acquire() is not None:
             time.sleep(POLL_S)
             continue

@@ -113,12 +113,11 @@ class CacheWriter:
 
     def _outside(self, number: int, largest: int) -> ConfigError:
         """The error for a document with an id that has no place in the vocabulary."""
-        if largest >= self._vocab_size:
-            rule = f"must be above every token id, and document {number} has {largest}"
-            remedy = f"use at least {max(largest + 1, len(self._tokenizer))}"
-            return ConfigError("data.vocab_size", self._vocab_size, rule, remedy)
-        rule = f"has {len(self._tokenizer)} ids, and makes id {largest} of document {number}"
-        return ConfigError("data.tokenizer", self.manifest.about["tokenizer"], rule, "mend its files")
+        if largest >= len(self._tokenizer):
+            rule = f"has {len(self._tokenizer)} ids, and makes id {largest} of document {number}"
+            return ConfigError("data.tokenizer", self.manifest.about["tokenizer"], rule, "mend its files")
+        rule = f"must be above every token id, and document {number} has {largest}"
+        return ConfigError("data.vocab_size", self._vocab_size, rule, f"use at least {len(self._tokenizer)}")
 
     def _flush(self, position: dict[str, Any], name: str) -> None:
         """Writes a shard of every split that has tokens, then says so in the file `name`."""
