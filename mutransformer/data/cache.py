@@ -21,7 +21,7 @@ from mutransformer.data.manifest import FORMAT, MANIFEST, PROGRESS, Manifest, fo
 from mutransformer.data.source import LOCAL_SOURCES, Reading, SourceAbsent
 from mutransformer.data.storage import Folder, Lock, default_cache
 from mutransformer.data.tokenizer import Tokenizer
-from mutransformer.data.writer import SHARD_TOKENS, CacheWriter, LostLock, Report
+from mutransformer.data.writer import CacheWriter, LostLock, Report
 from mutransformer.errors import ConfigError, DataError
 
 POLL_S = 1.0
@@ -41,7 +41,6 @@ class CacheRequest:
         tokenizer_name: as typed.
         separator: id before, between and after documents.
         vocab_size: every id must be below it.
-        shard_tokens: see `writer.py`.
     """
 
     root: Folder
@@ -50,7 +49,6 @@ class CacheRequest:
     tokenizer_name: str
     separator: int
     vocab_size: int
-    shard_tokens: int = SHARD_TOKENS
 
     def settings(self, state_of_source: dict[str, Any]) -> dict[str, Any]:
         """What the tokens depend on; the key of the cache is its hash."""
@@ -94,13 +92,7 @@ class CacheRequest:
                 if (manifest := complete(folder, settings)) is None:  # finished just before we had the lock
                     new = Manifest(settings, self.about(), self._dtype())
                     writer = CacheWriter(
-                        folder,
-                        reader,
-                        self.tokenizer,
-                        new,
-                        vocab_size=self.vocab_size,
-                        lock=lock,
-                        shard_tokens=self.shard_tokens,
+                        folder, reader, self.tokenizer, new, vocab_size=self.vocab_size, lock=lock
                     )
                     manifest = writer.write(report)
                 return folder, manifest

@@ -7,6 +7,7 @@ used: it would lose and double rows where a stream goes on.
 from __future__ import annotations
 
 import http.client
+import logging
 import re
 import sys
 import time
@@ -17,7 +18,7 @@ from mutransformer.data.files import find_files, sizes_and_times
 from mutransformer.data.source import Batch, Reader, SourceAbsent
 from mutransformer.errors import ConfigError, DataError
 
-# Waits between attempts that make no progress, on top of those of the hub's own client (about 30 s an attempt).
+# Waits between attempts that make no progress. Each attempt is up to six requests of the hub's own client, 24 s.
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TRANSIENT_STATUS = (408, 425, 429)
@@ -40,6 +41,8 @@ class RowReader(Reader):
 
     def documents(self, position: dict[str, Any]) -> Iterator[tuple[bytes, bytes]]:
         n_read = position.get("n_read", 0)
+        for library in ("datasets", "huggingface_hub"):  # what they would log is said once, in our own errors
+            logging.getLogger(library).setLevel(logging.CRITICAL)
         try:
             self._stream = self.load()
             if "stream" in position:
@@ -76,13 +79,16 @@ class FileRowReader(RowReader):
     def load(self) -> Any:
         from datasets import load_dataset
 
-        files = [str(path) for _, path in find_files(self.source.data_files)]
-        return load_dataset(self.source.dataset, data_files=files, split="train", streaming=True)
+        self._files = [str(path) for _, path in find_files(self.source.data_files)]
+        return load_dataset(self.source.dataset, data_files=self._files, split="train", streaming=True)
 
     def failed(self, error: Exception, n_read: int) -> Exception:
-        kind, files = self.source.dataset, self.source.data_files
-        rule = f"could not be read after document {n_read} ({_first_line(error)})"
-        return ConfigError("data.data_files", files, rule, f"check that every file is {kind} and holds rows")
+        kind, state = self.source.dataset, {} if self._stream is None else self._stream.state_dict()
+        while isinstance(state.get("examples_iterable"), dict):
+            state = state["examples_iterable"]
+        number = min(state.get("shard_idx", 0), len(self._files) - 1)
+        rule = f"could not be read ({_first_line(error)}) after {n_read} documents, in or after {self._files[number]}"
+        return ConfigError("data.data_files", self.source.data_files, rule, f"check that every file is {kind}")
 
 
 class HubReader(RowReader):
@@ -125,9 +131,8 @@ class HubReader(RowReader):
     def load(self) -> Any:
         import datasets
 
-        # Ours, from the saved position, come on top: theirs alone would go on for minutes or give up in seconds.
-        datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 2
-        datasets.config.STREAMING_READ_RETRY_INTERVAL = datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 1
+        # One attempt of theirs for one of ours: with 20, each of several requests, a fault that lasts would take hours.
+        datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
         source = self.source
         return datasets.load_dataset(
             source.dataset, source.name, revision=self.commit(), split=self.reading.source_split, streaming=True

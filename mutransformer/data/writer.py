@@ -39,7 +39,6 @@ class CacheWriter:
         manifest: settings of the cache; shards are added to it.
         vocab_size: every id must be below it.
         lock: held by this process.
-        shard_tokens: see SHARD_TOKENS.
     """
 
     def __init__(
@@ -51,12 +50,10 @@ class CacheWriter:
         *,
         vocab_size: int,
         lock: Lock,
-        shard_tokens: int = SHARD_TOKENS,
     ) -> None:
         self._folder, self._reader, self._tokenizer, self._lock = folder, reader, tokenizer, lock
         self._vocab_size = vocab_size
         self._id_limit = min(vocab_size, len(tokenizer))
-        self._shard_tokens = shard_tokens
         earlier = Manifest.load(folder, PROGRESS)
         if earlier is not None and earlier.settings != manifest.settings:
             raise DataError(f"{folder} holds tokens made under other settings; delete it")
@@ -91,7 +88,7 @@ class CacheWriter:
             counts["n_empty"] = counts.get("n_empty", 0) + batch.n_empty
             n_pending = sum(pending.n_tokens for pending in self._pending.values())
             report(batch.n_read, manifest.total("n_tokens") + n_pending, batch.done)
-            if n_pending >= self._shard_tokens:
+            if n_pending >= SHARD_TOKENS:
                 self._flush(batch.position, PROGRESS)
         self._check_not_empty()
         self._check_unchanged()
