@@ -13,13 +13,15 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 
-from mutransformer.errors import ConfigError, DataError, SaveError
+from mutransformer.errors import ConfigError, DataError, Interrupted, SaveError
 
 # Where Google's client would look for the newer kind of bucket first, for up to minutes on a network without one.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -63,8 +65,14 @@ class Folder:
         return Folder(f"{self.path}/{name}")
 
     def read(self, name: str) -> bytes:
-        """Returns the content of a file."""
-        return self._fs.cat_file(f"{self._root}/{name}")
+        """Returns the content of a file.
+
+        Raises:
+            FileNotFoundError: when there is none.
+            DataError: when it cannot be read, as this and the methods below do.
+        """
+        with self._reporting(DataError, f"{name} could not be read"):
+            return self._fs.cat_file(f"{self._root}/{name}")
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Returns the content of a JSON file; None where there is no such file.
@@ -76,7 +84,7 @@ class Folder:
             return json.loads(self.read(name))
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except ValueError as error:  # also where it is no UTF-8
             raise DataError(f"{self.path}/{name} is damaged ({error}); delete the folder {self.path}") from error
 
     def write(self, name: str, content: bytes) -> None:
@@ -85,14 +93,11 @@ class Folder:
         Raises:
             SaveError: when it cannot be written, e.g. on a full disk.
         """
-        try:
+        with self._reporting(SaveError, f"{name} could not be written", missing_too=True):
             if self.is_local:
                 _write_local(Path(self._root, name), content)
             else:
                 self._fs.pipe_file(f"{self._root}/{name}", content)
-        except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise SaveError(f"{self.path}/{name} could not be written ({reason})") from error
 
     def write_array(self, name: str, array: np.ndarray) -> bytes:
         """Writes an array as `.npy`, little-endian; returns the bytes written."""
@@ -105,40 +110,58 @@ class Folder:
     def create(self, name: str, content: bytes) -> bool:
         """Writes a file that is not there; returns False, and does nothing, where it is."""
         try:
-            if self.is_local:
-                Path(self._root).mkdir(parents=True, exist_ok=True)
-                with open(f"{self._root}/{name}", "xb") as file:
-                    file.write(content)
-            else:
-                self._fs.pipe_file(f"{self._root}/{name}", content, mode="create")
+            with self._reporting(SaveError, "cannot be written to", missing_too=True):
+                if self.is_local:
+                    Path(self._root).mkdir(parents=True, exist_ok=True)
+                    with open(f"{self._root}/{name}", "xb") as file:
+                        file.write(content)
+                else:
+                    self._fs.pipe_file(f"{self._root}/{name}", content, mode="create")
         except FileExistsError:
             return False
-        except OSError as error:
-            rule = f"cannot be written to ({error.strerror or error})"
-            raise ConfigError("data.cache", self.path, rule, "give a folder of yours") from error
+        except SaveError as error:
+            reason = f"cannot be written to ({_reason(error.__cause__ or error)})"
+            raise ConfigError("data.cache", self.path, reason, "give a folder of yours that exists") from error
         return True
 
     def delete(self, name: str) -> None:
         """Deletes a file, if it is there."""
-        try:
+        with suppress(FileNotFoundError), self._reporting(SaveError, f"{name} could not be deleted"):
             self._fs.rm_file(f"{self._root}/{name}")
-        except FileNotFoundError:
-            pass
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is no such file."""
         try:
-            return self._fs.info(f"{self._root}/{name}")["size"]
+            with self._reporting(DataError, f"{name} could not be read"):
+                return self._fs.info(f"{self._root}/{name}")["size"]
         except FileNotFoundError:
             return None
 
     def folders(self) -> list[str]:
         """Names of the folders in this one, sorted; none where it does not exist."""
         try:
-            entries = self._fs.ls(self._root, detail=True)
+            with self._reporting(DataError, "could not be read"):
+                entries = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
         return sorted(Path(e["name"].rstrip("/")).name for e in entries if e["type"] == "directory")
+
+
+    @contextmanager
+    def _reporting(self, kind: type[Exception], what: str, missing_too: bool = False) -> Iterator[None]:
+        """Makes one of our errors of whatever the file system raises; that a file is missing or there is for callers."""
+        try:
+            yield
+        except (FileExistsError, ConfigError, DataError, SaveError, Interrupted):
+            raise
+        except Exception as error:  # each object store has errors of its own
+            if isinstance(error, FileNotFoundError) and not missing_too:
+                raise
+            raise kind(f"{self.path}: {what} ({_reason(error)})") from error
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _write_local(path: Path, content: bytes) -> None:
