@@ -27,6 +27,7 @@ from mutransformer.errors import ConfigError, DataError, Interrupted, SaveError
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 HEARTBEAT_S = 15.0
+_TEMPORARY = ".tmp"  # ends the names of local files that are not whole yet
 STALE_S = 120.0  # a lock of another machine whose heartbeat stood still as long is taken over
 
 
@@ -147,6 +148,12 @@ class Folder:
         return sorted(Path(e["name"].rstrip("/")).name for e in entries if e["type"] == "directory")
 
 
+    def sweep(self) -> None:
+        """Deletes what a killed process had begun to write here; for the holder of the folder's lock."""
+        if self.is_local:
+            for path in Path(self._root).rglob(f".*{_TEMPORARY}"):
+                path.unlink(missing_ok=True)
+
     @contextmanager
     def _reporting(self, kind: type[Exception], what: str, missing_too: bool = False) -> Iterator[None]:
         """Makes one of our errors of whatever the file system raises; that a file is missing or there is for callers."""
@@ -166,7 +173,7 @@ def _reason(error: BaseException) -> str:
 
 def _write_local(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{_TEMPORARY}")
     try:
         with temporary.open("wb") as file:
             file.write(content)

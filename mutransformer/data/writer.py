@@ -54,6 +54,7 @@ class CacheWriter:
         self._folder, self._reader, self._tokenizer, self._lock = folder, reader, tokenizer, lock
         self._vocab_size = vocab_size
         self._id_limit = min(vocab_size, len(tokenizer))
+        folder.sweep()
         earlier = Manifest.load(folder, PROGRESS)
         if earlier is not None and earlier.settings != manifest.settings:
             raise DataError(f"{folder} holds tokens made under other settings; delete it")

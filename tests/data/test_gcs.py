@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -16,19 +17,27 @@ from mutransformer.data.listing import describe_caches
 from mutransformer.data.storage import Folder, Lock
 from mutransformer.errors import ConfigError, DataError, SaveError
 
-pytestmark = [
-    # The server's wrapper leaves the pipe of its process open, and gcsfs hands aiohttp a shard as bytes.
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),
-]
+# gcsfs hands aiohttp bytes, not a stream
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 
 @pytest.fixture(scope="module")
 def server():
-    with FakeGCSServer():
-        fsspec.filesystem("gs", use_listings_cache=False).mkdir("bucket")
+    fsspec.config.conf["gs"] = {"token": "anon", "project": "test"}  # or it looks for credentials, for minutes
+    with FakeGCSServer() as server:
+        log = server._process.stderr
+        reader = threading.Thread(target=log.read, daemon=True)  # nobody else does, and a full pipe stops the server
+        reader.start()
+        file_system().mkdir("bucket")
         yield
+    reader.join()
+    log.close()
+    del fsspec.config.conf["gs"]
+
+
+def file_system():
+    """The one instance that the package uses too."""
+    return fsspec.filesystem("gs", use_listings_cache=False)
 
 
 @pytest.fixture
@@ -55,7 +64,7 @@ def content_of(folder) -> dict[str, bytes]:
 
 
 def remote_content_of(root: str) -> dict[str, bytes]:
-    fs = fsspec.filesystem("gs", use_listings_cache=False)
+    fs = file_system()
     prefix = root.removeprefix("gs://") + "/"
     return {path.removeprefix(prefix): fs.cat_file(path) for path in fs.find(prefix)}
 
@@ -128,7 +137,7 @@ def test_damaged_shard_is_named(make_data, remote):
     data = make_data()
     data.prepare()
     path, content = next(item for item in remote_content_of(remote).items() if item[0].endswith("train/000001.npy"))
-    fsspec.filesystem("gs").pipe_file(f"{remote}/{path}", content[:-2] + b"xx")
+    file_system().pipe_file(f"{remote}/{path}", content[:-2] + b"xx")
     with pytest.raises(DataError, match=r"train/000001.npy is damaged"):
         data.setup("fit")
     lines = []
@@ -163,7 +172,7 @@ def test_fault_of_the_store_is_one_line(remote, monkeypatch):
         raise RuntimeError("500\nInternal Server Error")
 
     for method in ("cat_file", "pipe_file", "info", "ls", "rm_file"):
-        monkeypatch.setattr(type(folder._fs), method, fail)
+        monkeypatch.setattr(folder._fs, method, fail)
     for call, kind in (
         (lambda: folder.read("x"), DataError),
         (lambda: folder.read_json("x"), DataError),
