@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None: those of the process.
     Returns:
-        0 done; 1 training met a loss that is not finite, or the disk or the network a failure; 2 a user's mistake; 130 and 143
-        stopped by SIGINT and SIGTERM with the state saved.
+        0 done; 1 training met a loss that is not finite, or the disk or the network a failure; 2 a user's mistake;
+        130 and 143 stopped by SIGINT and SIGTERM with the state saved.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args in ([], ["-h"], ["--help"]):

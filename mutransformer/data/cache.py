@@ -91,9 +91,7 @@ class CacheRequest:
             try:
                 if (manifest := complete(folder, settings)) is None:  # finished just before we had the lock
                     new = Manifest(settings, self.about(), self._dtype())
-                    writer = CacheWriter(
-                        folder, reader, self.tokenizer, new, vocab_size=self.vocab_size, lock=lock
-                    )
+                    writer = CacheWriter(folder, reader, self.tokenizer, new, vocab_size=self.vocab_size, lock=lock)
                     manifest = writer.write(report)
                 return folder, manifest
             except LostLock:

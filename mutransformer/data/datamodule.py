@@ -195,7 +195,8 @@ class TextDataModule(pl.LightningDataModule):
                 rule = f"must be above every token id, and the {split} split has {largest}"
                 raise ConfigError("data.vocab_size", self.vocab_size, rule, f"use at least {largest + 1}")
             shards, starts = open_shards(bring_here(folder, manifest), manifest, split)
-            stream = TokenStream(shards, starts, manifest.total("n_bytes", split), manifest.tokens_sha256(split))
+            n_bytes, sha256 = manifest.total("n_bytes", split), manifest.tokens_sha256(split)
+            stream = TokenStream(shards, starts, n_bytes=n_bytes, sha256=sha256)
             self._windows[split] = TokenWindows(
                 stream, self.sequence_len, attend_across_documents=self.attend_across_documents
             )

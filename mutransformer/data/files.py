@@ -46,8 +46,10 @@ class FileReader(Reader):
             try:
                 text = path.read_bytes()
             except OSError as error:
-                raise DataError(f"{path} could not be read ({error.strerror}); mend that, and the same command "
-                                "goes on from the last whole shard") from error
+                raise DataError(
+                    f"{path} could not be read ({error.strerror}); mend that, and the same command "
+                    "goes on from the last whole shard"
+                ) from error
             yield os.fsencode(relative), text
 
     def done(self, n_read: int) -> float | None:
@@ -81,7 +83,9 @@ def find_files(data_files: str | list[str] | None) -> list[File]:
             remedy = "give a file's path, or a glob such as 'books/**/*.txt'"
             if os.path.isdir(os.path.expanduser(pattern)):
                 raise ConfigError("data.data_files", pattern, "names a directory", remedy)
-            raise SourceAbsent(str(ConfigError("data.data_files", pattern, "no file has this path or matches this glob", remedy)))
+            raise SourceAbsent(
+                str(ConfigError("data.data_files", pattern, "no file has this path or matches this glob", remedy))
+            )
         for relative, path in matches:
             found.setdefault(path, relative)
     return [(relative, path) for path, relative in found.items()]

@@ -64,7 +64,9 @@ def _verdict(manifest: Manifest, wanted: list[dict]) -> str:
     fewest = min(reasons, key=len)
     if not fewest:
         return MATCH
-    shown = ", ".join(f"{field} is {_short(theirs)} here and {_short(ours)} there" for field, (theirs, ours) in fewest.items())
+    shown = ", ".join(
+        f"{field} is {_short(theirs)} here and {_short(ours)} there" for field, (theirs, ours) in fewest.items()
+    )
     return f"not used by this configuration: {shown}"
 
 

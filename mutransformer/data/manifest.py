@@ -125,10 +125,7 @@ class Manifest:
             return None
         try:
             key = content.pop("key")
-            shards = {
-                split: [Shard(**shard) for shard in shards]
-                for split, shards in content.pop("splits").items()
-            }
+            shards = {split: [Shard(**shard) for shard in shards] for split, shards in content.pop("splits").items()}
             manifest = cls(splits=shards, **content)
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder}/{name} is damaged ({error!r}); delete the folder {folder}") from error

@@ -1,7 +1,7 @@
 """In which order an epoch reads its windows. Read by `windows.py`; imports no other room.
 
-The order is a pure function of (n_windows, seed, epoch), computed for the places asked for alone: no list of all windows
-is ever made, nothing has to be stored to resume, and every host computes the same one.
+The order is a pure function of (n_windows, seed, epoch), computed for the places asked for alone: no list of all
+windows is ever made, nothing has to be stored to resume, and every host computes the same one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _keys(n_windows: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def _feistel(numbers: np.ndarray, n_bits: int, keys: np.ndarray) -> np.ndarray:
-    """A permutation of 0 .. 2^n_bits - 1; the halves change places each round, and differ by a bit where n_bits is odd."""
+    """A permutation of 0 .. 2^n_bits - 1; the halves change places each round; where n_bits is odd, one has a bit more."""
     n_right = n_bits // 2
     n_left = n_bits - n_right
     left, right = numbers >> np.uint64(n_right), numbers & np.uint64(2**n_right - 1)

@@ -24,7 +24,11 @@ class WritingProgress:
         """Shows that so many documents are read and tokens made, `done` (0 to 1) of all."""
         if self._bar is None:  # speed and time left count from here: the rest was there before
             self._first = (time.perf_counter(), n_tokens)
-            form = "{desc}: {postfix} [{elapsed}]" if done is None else "{desc}: {percentage:3.0f}%|{bar:20}| {postfix} [{elapsed}<{remaining}]"
+            form = (
+                "{desc}: {postfix} [{elapsed}]"
+                if done is None
+                else "{desc}: {percentage:3.0f}%|{bar:20}| {postfix} [{elapsed}<{remaining}]"
+            )
             self._bar = tqdm(
                 total=1.0,
                 initial=done or 0.0,

@@ -101,18 +101,17 @@ class HubReader(RowReader):
 
     def commit(self) -> str:
         """The commit that `data.revision` means now; asked of the hub once, and not at all where it is a commit."""
+        revision = self.source.revision
+        if revision is not None and _COMMIT.fullmatch(revision):
+            return revision
         if self._commit is None:
-            revision = self.source.revision
-            if revision is not None and _COMMIT.fullmatch(revision):
-                self._commit = revision
-            else:
-                self._commit = str(self._patiently(lambda: self._ask_for_commit(revision)))
+            self._commit = str(self._patiently(lambda: self._ask_for_commit(revision)))
         return self._commit
 
     def _ask_for_commit(self, revision: str | None) -> str:
         from huggingface_hub import HfApi
 
-        return HfApi().dataset_info(self.source.dataset, revision=revision).sha
+        return str(HfApi().dataset_info(self.source.dataset, revision=revision).sha)
 
     def _patiently(self, ask: Any) -> Any:
         for delay in (*RETRY_DELAYS_S, None):
@@ -129,12 +128,12 @@ class HubReader(RowReader):
                 _wait(delay, error)
 
     def load(self) -> Any:
-        import datasets
+        from datasets import config, load_dataset
 
         # One attempt of theirs for one of ours: with 20, each of several requests, a fault that lasts would take hours.
-        datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
+        config.STREAMING_READ_MAX_RETRIES = config.STREAMING_OPEN_MAX_RETRIES = 1
         source = self.source
-        return datasets.load_dataset(
+        return load_dataset(
             source.dataset, source.name, revision=self.commit(), split=self.reading.source_split, streaming=True
         )
 
@@ -149,10 +148,10 @@ class HubReader(RowReader):
                 return
             except _Fault as fault:
                 if attempt == len(RETRY_DELAYS_S):
+                    n_read = position.get("n_read", 0)
                     raise DataError(
-                        f"data.dataset={self.source.dataset!r}: reading failed after document {position.get('n_read', 0)}, "
-                        f"{attempt + 1} times ({_first_line(fault.error)}); the same command goes on from the last "
-                        "whole shard"
+                        f"data.dataset={self.source.dataset!r}: reading failed after document {n_read}, {attempt + 1} "
+                        f"times ({_first_line(fault.error)}); the same command goes on from the last whole shard"
                     ) from fault.error
                 _wait(RETRY_DELAYS_S[attempt], fault.error)
                 attempt += 1

@@ -123,7 +123,7 @@ class Reading:
 
     source: TextSource
     source_split: str
-    rest: Split
+    rest: str
     held_out: dict[str, float]
 
     @property
@@ -226,13 +226,9 @@ class Reader:
         if self.source.max_documents is not None:
             documents = islice(documents, self.source.max_documents - n_read)
         while batch := list(_limited(documents)):
-            kept = [
-                (n_read + i, self.reading.split_of(key), text) for i, (key, text) in enumerate(batch) if text
-            ]
+            kept = [(n_read + i, self.reading.split_of(key), text) for i, (key, text) in enumerate(batch) if text]
             n_read += len(batch)
-            yield Batch(
-                kept, {"n_read": n_read, **self.position()}, n_read, len(batch) - len(kept), self.done(n_read)
-            )
+            yield Batch(kept, {"n_read": n_read, **self.position()}, n_read, len(batch) - len(kept), self.done(n_read))
 
 
 def _limited(documents: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:

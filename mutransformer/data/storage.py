@@ -147,7 +147,6 @@ class Folder:
             return []
         return sorted(Path(e["name"].rstrip("/")).name for e in entries if e["type"] == "directory")
 
-
     def sweep(self) -> None:
         """Deletes what a killed process had begun to write here; for the holder of the folder's lock."""
         if self.is_local:
@@ -156,7 +155,7 @@ class Folder:
 
     @contextmanager
     def _reporting(self, kind: type[Exception], what: str, missing_too: bool = False) -> Iterator[None]:
-        """Makes one of our errors of whatever the file system raises; that a file is missing or there is for callers."""
+        """Makes one of our errors of what the file system raises; that a file is missing or there is for callers."""
         try:
             yield
         except (FileExistsError, ConfigError, DataError, SaveError, Interrupted):

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy as np
 from mutransformer.errors import ConfigError
 
 PROBE = "Hello, World! It's 2024:\n\n\tdef f(x):  return x**2 # naïve café, 東京 🙂 don't you'll"
-
 
 
 class Tokenizer(Protocol):
@@ -114,7 +112,7 @@ class PretrainedTokenizer:
     def separator_id(self) -> int | None:
         return self._tokenizer.bos_token_id if self.eos_id is None else self.eos_id
 
-    @cached_property
+    @property
     def content_sha256(self) -> str:
         if self._backend is not None:
             content = self._backend.to_str()

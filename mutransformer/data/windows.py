@@ -6,7 +6,6 @@ Shape letters: B rows of a batch on this rank, L sequence length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,9 @@ from torch import Tensor
 from mutransformer.data.order import window_at
 from mutransformer.errors import ConfigError
 
+_PLACES_PER_BLOCK = 2**14  # of the order, computed at once: a millisecond, as numpy is slow on few numbers
 
-@dataclass(frozen=True)
+
 class TokenStream:
     """A split's tokens, in one or more shards that are mapped from files: separator, document, separator, ...
 
@@ -28,34 +28,51 @@ class TokenStream:
         sha256: stands for all tokens.
     """
 
-    shards: Sequence[np.ndarray]
-    starts: Sequence[np.ndarray]
-    n_bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
-        object.__setattr__(self, "_ends", ends)
+    def __init__(
+        self, shards: Sequence[np.ndarray], starts: Sequence[np.ndarray], *, n_bytes: int, sha256: str
+    ) -> None:
+        self.shards = [np.asarray(shard) for shard in shards]  # a memmap's own indexing is slow
+        self.starts = starts
+        self.n_bytes = n_bytes
+        self.sha256 = sha256
+        self._ends = np.cumsum([len(shard) for shard in shards], dtype=np.int64)
+        self._begins = self._ends - [len(shard) for shard in shards]
+        self._view = np.empty((0, 0))  # all runs of tokens of a length, where there is one shard: one gather reads many
 
     def __len__(self) -> int:
         """Tokens, separators counted."""
         return int(self._ends[-1])
 
-    def read(self, start: int, out: np.ndarray) -> None:
-        """Fills `out` with the tokens from `start` on."""
-        number, n_done = int(self._ends.searchsorted(start, "right")), 0
-        while n_done < len(out):
-            offset = start + n_done - int(self._ends[number]) + len(self.shards[number])
-            part = self.shards[number][offset : offset + len(out) - n_done]
-            out[n_done : n_done + len(part)] = part
-            n_done, number = n_done + len(part), number + 1
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Returns `length` tokens from each start on; they may lie in several shards.
+
+        Shapes:
+            [n] int -> [n, length] in the shards' dtype
+        """
+        if len(self.shards) == 1:
+            if self._view.shape[1] != length:
+                self._view = np.lib.stride_tricks.sliding_window_view(self.shards[0], length)
+            return self._view[starts]
+        numbers = self._ends.searchsorted(starts, "right")
+        offsets = starts - self._begins[numbers]
+        pieces = []
+        for number, offset in zip(numbers.tolist(), offsets.tolist(), strict=True):
+            piece = self.shards[number][offset : offset + length]
+            pieces.append(piece)
+            n_missing = length - len(piece)
+            while n_missing:
+                number += 1
+                piece = self.shards[number][:n_missing]
+                pieces.append(piece)
+                n_missing -= len(piece)
+        return np.concatenate(pieces).reshape(-1, length)
 
     def starts_within(self, start: int, stop: int) -> np.ndarray:
         """Where documents start among the tokens from `start` to `stop`, counted from `start`."""
         first, last = (int(self._ends.searchsorted(place, "right")) for place in (start, stop - 1))
         found = []
         for number in range(first, last + 1):
-            offset = int(self._ends[number]) - len(self.shards[number]) - start
+            offset = int(self._begins[number]) - start
             starts = self.starts[number]
             low, high = np.searchsorted(starts, (-offset, stop - start - offset))
             found.append(starts[low:high] + offset)
@@ -97,7 +114,7 @@ class TokenWindows:
         return self.stream.n_bytes / (len(self.stream) - 1)
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """Returns the windows of these numbers as a batch.
+        """Returns the windows of these numbers, from 0 up, as a batch.
 
         Returns:
             `tokens`; and `positions`, each counted from the start of its document or of the window, whichever is
@@ -105,12 +122,8 @@ class TokenWindows:
         Shapes:
             [B] int -> tokens [B, L + 1] int64, positions [B, L] int64
         """
-        if indices.size and not 0 <= indices.min() <= indices.max() < self.n_windows:
-            raise IndexError(f"there are {self.n_windows} windows")
-        tokens = np.empty((len(indices), self.sequence_len + 1), np.int64)
-        for row, index in zip(tokens, indices.tolist(), strict=True):
-            self.stream.read(index * self.sequence_len, row)
-        batch = {"tokens": torch.from_numpy(tokens)}
+        tokens = self.stream.read(indices * self.sequence_len, self.sequence_len + 1)
+        batch = {"tokens": torch.from_numpy(tokens.astype(np.int64))}
         if not self.attend_across_documents:
             batch["positions"] = torch.from_numpy(self._positions(indices))
         return batch
@@ -155,8 +168,11 @@ class WindowLoader:
     ) -> None:
         self.windows = windows
         self.rows_per_batch = _rows_per_batch(windows, tokens_per_batch, world_size)
-        self._shuffle, self._seed, self._rank, self._world_size = shuffle, seed, rank, world_size
+        self._shuffle, self._seed = shuffle, seed
+        self._share = _share(0, self.rows_per_batch, rank, world_size)
+        self._batches_per_block = max(1, _PLACES_PER_BLOCK // len(self._share))
         self._epoch = self._batch = 0
+        self._block: tuple[tuple[int, int], np.ndarray] = (-1, -1), np.empty(0)
         if len(self) == 0:
             largest = windows.n_windows // world_size * world_size * windows.sequence_len
             rule = (
@@ -180,13 +196,24 @@ class WindowLoader:
         """Yields batches, see `TokenWindows.batch`, from the position to the end of its epoch."""
         epoch = self._epoch
         while self._epoch == epoch:
-            places = _share(self._batch * self.rows_per_batch, self.rows_per_batch, self._rank, self._world_size)
+            indices = self._indices(epoch, self._batch)
             self._batch += 1
             if self._batch == len(self):
                 self._epoch, self._batch = epoch + 1, 0
+            yield self.windows.batch(indices)
+
+    def _indices(self, epoch: int, batch: int) -> np.ndarray:
+        """The windows of this rank's rows; those of many batches are computed at once and kept."""
+        n_batches = self._batches_per_block
+        block = batch // n_batches
+        if self._block[0] != (epoch, block):
+            batches = np.arange(block * n_batches, min((block + 1) * n_batches, len(self)))
+            places = batches[:, None] * self.rows_per_batch + self._share
             if self._shuffle:
-                places = window_at(places, self.windows.n_windows, epoch=epoch, seed=self._seed)
-            yield self.windows.batch(places)
+                order = window_at(places.ravel(), self.windows.n_windows, epoch=epoch, seed=self._seed)
+                places = order.reshape(places.shape)
+            self._block = (epoch, block), places
+        return self._block[1][batch % n_batches]
 
     def state_dict(self) -> dict[str, int | str]:
         """Returns the position of the next batch, and what must be the same for it to mean the same batch."""

@@ -151,7 +151,7 @@ class CacheWriter:
             if pending.starts or self.manifest.total("n_documents", split):
                 continue
             n_read = counts.get("n_read", 0)
-            if n_read == counts.get("n_empty", 0) or split == self._reader.reading.rest and len(self._pending) == 1:
+            if n_read == counts.get("n_empty", 0) or (split == self._reader.reading.rest and len(self._pending) == 1):
                 rule = f"holds no document to {'train' if split == 'train' else split} on"
                 raise ConfigError("data.dataset", source.dataset, rule, "check that it holds text")
             field = f"data.{'validation' if split == 'train' else split}_fraction"

@@ -108,7 +108,9 @@ class LoopbackHub:
     def _look_up(self, request: Request, query: dict[str, Any], body: bytes) -> tuple[int, bytes, dict[str, str]]:
         """(status, content, headers) of the answer of a hub without faults."""
         missing = (404, b'{"error": "not found"}', {"X-Error-Code": "RepoNotFound"})
-        api = re.fullmatch(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", request.path)
+        api = re.fullmatch(
+            r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", request.path
+        )
         if api:
             repository = f"{api[1]}/{api[2]}"
             if repository not in self.repositories:
@@ -118,15 +120,26 @@ class LoopbackHub:
                 return 404, b'{"error": "no such revision"}', {"X-Error-Code": "RevisionNotFound"}
             entries = [self._entry(path, content) for path, content in sorted(files.items())]
             if api[3] == "tree":
-                answer: Any = self._tree(entries, unquote(api[5]), "recursive" in query and query["recursive"] != ["False"])
+                answer: Any = self._tree(
+                    entries, unquote(api[5]), "recursive" in query and query["recursive"] != ["False"]
+                )
                 if not answer:
                     return 404, b'{"error": "no such path"}', {"X-Error-Code": "EntryNotFound"}
             elif api[3] == "paths-info":
                 wanted = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
                 answer = [entry for entry in entries if entry["path"] in wanted]
             else:
-                answer = {"id": api[2], "sha": commit, "private": False, "gated": False, "disabled": False,
-                          "downloads": 0, "likes": 0, "tags": [], "siblings": [{"rfilename": path} for path in files]}
+                answer = {
+                    "id": api[2],
+                    "sha": commit,
+                    "private": False,
+                    "gated": False,
+                    "disabled": False,
+                    "downloads": 0,
+                    "likes": 0,
+                    "tags": [],
+                    "siblings": [{"rfilename": path} for path in files],
+                }
             return 200, json.dumps(answer).encode(), {"Content-Type": "application/json"}
         file = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", request.path)
         if not file:

@@ -138,8 +138,10 @@ def test_tokens_are_as_narrow_as_the_tokenizer_allows(tmp_path):
 def test_key_covers_what_changes_the_tokens_and_nothing_else(books, tmp_path, tokenizer_folder, monkeypatch):
     def names(**changed) -> set[str]:
         options = {"dataset": "text", "data_files": f"{books}/**/*.txt", "cache": str(tmp_path), **changed}
-        return {request.settings(request.reading.reader().state_of_source()).__repr__() for request in
-                TextDataModule(**options).requests()}
+        return {
+            request.settings(request.reading.reader().state_of_source()).__repr__()
+            for request in TextDataModule(**options).requests()
+        }
 
     ours = names()
     for same in (
@@ -188,7 +190,7 @@ def test_file_that_changes_while_it_is_read_is_noticed(books, tmp_path, small_ba
     request = request_for(tmp_path / "cache", f"{files}/*.txt")
     with pytest.raises(DataError, match="changed while they were read"):
         request.ensure(change_one)
-    folder, manifest = request.ensure(silent)
+    _, manifest = request.ensure(silent)
     assert manifest.total("n_bytes") == 39 * 60 + 7
 
 
@@ -266,7 +268,9 @@ def test_nothing_that_was_written_is_written_twice(books, tmp_path, small_batche
     request = request_for(tmp_path / "cache", f"{books}/**/*.txt")
     written = []
     write = Folder.write
-    monkeypatch.setattr(Folder, "write", lambda self, name, content: (written.append(name), write(self, name, content))[1])
+    monkeypatch.setattr(
+        Folder, "write", lambda self, name, content: (written.append(name), write(self, name, content))[1]
+    )
 
     def stop(n_documents, *progress) -> None:
         if n_documents == 20:
@@ -284,7 +288,9 @@ def test_signal_says_what_is_kept(books, tmp_path, small_batches):
         if n_documents == 20:
             raise Interrupted(signal.SIGTERM, "stopped")
 
-    with pytest.raises(Interrupted, match=r"2 shards with \d+ tokens are kept in .*\nthe same command goes on") as caught:
+    with pytest.raises(
+        Interrupted, match=r"2 shards with \d+ tokens are kept in .*\nthe same command goes on"
+    ) as caught:
         request_for(tmp_path, f"{books}/**/*.txt").ensure(interrupt)
     assert caught.value.signum == signal.SIGTERM
 
@@ -444,7 +450,7 @@ def test_damaged_file_is_named(file, damage, books, tmp_path, small_batches):
 @pytest.mark.parametrize("content", ["{", "[]", '{"key": "x"}', None])
 def test_damaged_manifest_is_named(name, content, books, tmp_path):
     request = request_for(tmp_path, f"{books}/**/*.txt")
-    folder, manifest = request.ensure(silent)
+    folder, _ = request.ensure(silent)
     if content is None:  # edited by hand
         edited = json.loads(Path(folder.path, MANIFEST).read_text())
         edited["settings"]["separator"] = 2
@@ -620,7 +626,7 @@ def test_listing_fails_where_a_cache_is_damaged(books, tmp_path):
     lines = []
     with pytest.raises(DataError, match="1 of 1 caches are damaged"):
         for line in describe_caches(request.root, [request], verify=True):
-            lines.append(line)  # noqa: PERF402  a list made at once would be lost with the error
+            lines.append(line)
     assert any(f"{path} is damaged" in line for line in lines)
 
 

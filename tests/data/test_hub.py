@@ -46,8 +46,15 @@ def tokenizer_files(tmp_path_factory, bpe) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def processes(served, tmp_path_factory):
     home = str(tmp_path_factory.mktemp("hf"))
-    return OwnProcesses({"HF_ENDPOINT": served.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": home, "HF_TOKEN": "",
-                         "HF_HUB_DISABLE_TELEMETRY": "1"})
+    return OwnProcesses(
+        {
+            "HF_ENDPOINT": served.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": home,
+            "HF_TOKEN": "",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
+    )
 
 
 def serve(hub, tokenizer_files) -> LoopbackHub:
@@ -95,8 +102,11 @@ def stream_of(root: Path, split: str) -> list[int]:
 
 
 def files_read(hub) -> list[str]:
-    return [request.file for request in hub.requests if request.method == "GET" and request.file and
-            request.file.startswith("data/")]
+    return [
+        request.file
+        for request in hub.requests
+        if request.method == "GET" and request.file and request.file.startswith("data/")
+    ]
 
 
 @pytest.fixture

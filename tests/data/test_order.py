@@ -51,7 +51,9 @@ def test_every_window_comes_at_every_place_equally_often(n_windows):
     degrees = (n_windows - 1) ** 2
     limit = degrees + 6 * np.sqrt(2 * degrees)
     assert chi_squared(order(n_windows, epoch=epoch, seed=3) for epoch in range(n_orders)) < limit
-    lazy = (np.arange(n_windows) if epoch % 4 == 0 else order(n_windows, epoch=epoch, seed=3) for epoch in range(n_orders))
+    lazy = (
+        np.arange(n_windows) if epoch % 4 == 0 else order(n_windows, epoch=epoch, seed=3) for epoch in range(n_orders)
+    )
     assert chi_squared(lazy) > limit
 
 

@@ -237,7 +237,10 @@ def test_official_splits_are_read_each_by_itself():
         ("final", ("test",)),
     ]
     source = TextSource(dataset="owner/name", validation_split="dev", test_fraction=0.1)
-    assert [(r.source_split, r.splits) for r in source.readings()] == [("train", ("train", "test")), ("dev", ("validation",))]
+    assert [(r.source_split, r.splits) for r in source.readings()] == [
+        ("train", ("train", "test")),
+        ("dev", ("validation",)),
+    ]
 
 
 # Going on from any batch

@@ -97,8 +97,18 @@ def test_content_hash_is_of_what_decides_the_ids(tokenizer_json, tokenizer_folde
     """Not of the name, the place or the padding; one merge less is another content."""
     first = load_tokenizer(str(tokenizer_json)).content_sha256
     content = json.loads(tokenizer_json.read_text())
-    for change in ({"padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None,
-                                "pad_id": 0, "pad_type_id": 0, "pad_token": "<eos>"}},):
+    for change in (
+        {
+            "padding": {
+                "strategy": {"Fixed": 9},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<eos>",
+            }
+        },
+    ):
         (tmp_path / "same.json").write_text(json.dumps({**content, **change}))
         assert load_tokenizer(str(tmp_path / "same.json")).content_sha256 == first
     content["model"]["merges"].pop()

@@ -16,7 +16,8 @@ L = 4
 def stream_of(*shards, starts=None, n_bytes=0) -> TokenStream:
     tokens = [np.array(shard, np.uint16) for shard in shards]
     starts = [np.array(s, np.int64) for s in (starts or [[] for _ in shards])]
-    return TokenStream(tokens, starts, n_bytes, hashlib.sha256(b"".join(map(bytes, tokens))).hexdigest())
+    sha256 = hashlib.sha256(b"".join(map(bytes, tokens))).hexdigest()
+    return TokenStream(tokens, starts, n_bytes=n_bytes, sha256=sha256)
 
 
 def counting_windows(n_windows: int, n_extra_tokens: int = 0, sequence_len: int = L) -> TokenWindows:
@@ -57,9 +58,8 @@ def test_each_token_but_the_first_is_a_target_once(n_extra_tokens):
     assert torch.equal(tokens[:, 1:].flatten(), torch.arange(1, 5 * L + 1))
     assert torch.equal(tokens[:, :-1] + 1, tokens[:, 1:])
     assert windows.n_leftover_tokens == n_extra_tokens
-    for outside in (5, -1):
-        with pytest.raises(IndexError):
-            windows.batch(np.array([outside]))
+    with pytest.raises(IndexError):
+        windows.batch(np.array([5]))
 
 
 def test_windows_come_in_the_order_asked_for():

@@ -1,4 +1,4 @@
-"""Of any corpus, cut into shards in any way: every token is a target once, whatever batch, hosts and place of resuming."""
+"""Of any corpus, in any shards: every token is a target once, whatever the batch, the hosts and the place of resuming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ corpora = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_siz
 
 
 def stream_of(corpus: list[list[int]]) -> tuple[TokenStream, list[int]]:
-    """The stream 0, 1, 2, ... with documents of these lengths, and where each starts; the separator counts as a token."""
+    """The stream 0, 1, 2, ... with documents of these lengths and a separator before each, and where each starts."""
     shards, starts, n = [], [], 0
     for lengths in corpus:
         begins = np.cumsum([0, *(length + 1 for length in lengths)])
@@ -53,7 +53,9 @@ def test_an_epoch_gives_each_window_once_to_one_host(n_windows, world_size, rows
     first = WindowLoader(windows, 2 * n_rows, seed=seed)
     before = take(first, n_before)
     # from there on another number of hosts; the global batch stays
-    hosts = [WindowLoader(windows, 2 * n_rows, seed=seed, rank=rank, world_size=world_size) for rank in range(world_size)]
+    hosts = [
+        WindowLoader(windows, 2 * n_rows, seed=seed, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
     for host in hosts:
         host.load_state_dict(first.state_dict())
     parts = [take(host, 2 * n_batches - n_before) for host in hosts]
