@@ -5,10 +5,10 @@
     python benchmarks/data.py seek
     python benchmarks/data.py memory
 
-writer  tokens per CPU second of `mutransformer prepare`'s writer, source to cache, against `tokenizers` alone on the same
-        documents; one thread each, then on all cores, and as two writers at once.
-reader  M tokens/s of batches (int64 tensors) from shards on disk: the package's training loader, numpy's fancy gather from
-        the same shards, and `datasets` Arrow with torch format. Orders are random; contenders take turns in each round.
+writer  tokens per CPU second of `mutransformer prepare`'s writer, source to cache, against `tokenizers` alone on the
+        same documents in memory; one thread each, then on all cores, and as two writers at once.
+reader  M tokens/s of batches (int64 tensors) from shards on disk: the package's training loader, numpy's fancy gather
+        from the same shards, `datasets` Arrow with torch format. Orders are random; contenders take turns.
 seek    milliseconds from a loader's state to the first batch's windows, at 10^9 windows.
 memory  peak memory of a writer and of a reader as the corpus grows 100 times.
 
@@ -42,9 +42,8 @@ from mutransformer.data.windows import TokenStream, TokenWindows, WindowLoader
 
 def timed(run: Callable[[], int]) -> tuple[float, float]:
     """(tokens a second, tokens a CPU second) of a run that returns its count of tokens."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    n_tokens = run()
-    return n_tokens / (time.perf_counter() - wall), n_tokens / (time.process_time() - cpu)
+    clock.start()
+    return clock.rates(run())
 
 
 def report(results: dict[str, list[tuple[float, float]]], unit: float, name: str) -> None:
@@ -60,6 +59,7 @@ def report(results: dict[str, list[tuple[float, float]]], unit: float, name: str
 
 
 def request_for(root: str, options: argparse.Namespace) -> CacheRequest:
+    """The cache of the text, in a folder."""
     (reading,) = TextSource(dataset="json", data_files=options.text, validation_fraction=0.01).readings()
     tokenizer = load_tokenizer(options.tokenizer)
     return CacheRequest(
@@ -73,8 +73,11 @@ def request_for(root: str, options: argparse.Namespace) -> CacheRequest:
 
 
 def write(options: argparse.Namespace) -> int:
+    """Tokens of the cache, written from the beginning."""
     with tempfile.TemporaryDirectory() as root:
-        _, manifest = request_for(root, options).ensure(lambda *progress: None)
+        request = request_for(root, options)
+        clock.start()
+        _, manifest = request.ensure(lambda *progress: None)
         return manifest.total("n_tokens")
 
 
@@ -95,6 +98,7 @@ def writer(options: argparse.Namespace) -> None:
 
 
 def bare_tokenizer(options: argparse.Namespace) -> int:
+    """Tokens of the same documents by the `tokenizers` library alone."""
     from datasets import load_dataset
     from tokenizers import Tokenizer
 
@@ -102,7 +106,7 @@ def bare_tokenizer(options: argparse.Namespace) -> int:
     texts = [row["text"] for row in rows]
     tokenizer = Tokenizer.from_file(options.tokenizer)
     tokenizer.encode_batch_fast(texts[:1], add_special_tokens=False)
-    bare_tokenizer.begin()  # type: ignore[attr-defined]
+    clock.start()
     return sum(
         len(encoding.ids)
         for i in range(0, len(texts), 512)
@@ -110,22 +114,27 @@ def bare_tokenizer(options: argparse.Namespace) -> int:
     )
 
 
+class Clock:
+    """Wall and CPU time since `start`: imports and the loading of the tokenizer are no part of the work."""
+
+    def start(self) -> None:
+        self.began = time.perf_counter(), time.process_time()
+
+    def rates(self, n_tokens: int) -> tuple[float, float]:
+        """(tokens a second, tokens a CPU second)."""
+        return n_tokens / (time.perf_counter() - self.began[0]), n_tokens / (time.process_time() - self.began[1])
+
+
+clock = Clock()
+
+
 def _child(contender: Callable[..., int], options: argparse.Namespace, connection: Any) -> None:
-    load_tokenizer(options.tokenizer)  # imports are no part of the work
-    import datasets  # noqa: F401
-
-    clock = [time.perf_counter(), time.process_time()]
-
-    def begin() -> None:
-        clock[:] = [time.perf_counter(), time.process_time()]
-
-    bare_tokenizer.begin = begin  # type: ignore[attr-defined]
-    begin()
     n_tokens = contender(options)
-    connection.send((n_tokens / (time.perf_counter() - clock[0]), n_tokens / (time.process_time() - clock[1])))
+    connection.send(clock.rates(n_tokens))
 
 
 def started(contender: Callable[..., int], options: argparse.Namespace) -> Any:
+    """Where a contender in a process of its own sends its rates."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     context.Process(target=_child, args=(contender, options, theirs)).start()
@@ -133,10 +142,12 @@ def started(contender: Callable[..., int], options: argparse.Namespace) -> Any:
 
 
 def in_own_process(contender: Callable[..., int], options: argparse.Namespace) -> tuple[float, float]:
+    """The rates of a contender in a process of its own."""
     return started(contender, options).recv()
 
 
 def two_at_once(contender: Callable[..., int], options: argparse.Namespace) -> float:
+    """Tokens a second of two contenders together."""
     both = [started(contender, options) for _ in range(2)]
     return sum(connection.recv()[0] for connection in both)
 
@@ -145,6 +156,7 @@ def two_at_once(contender: Callable[..., int], options: argparse.Namespace) -> f
 
 
 def make_shards(folder: str, options: argparse.Namespace) -> list[np.ndarray]:
+    """Shards of random tokens on disk, mapped."""
     draw = np.random.default_rng(0)
     paths = [os.path.join(folder, f"{i}.npy") for i in range(options.shards)]
     for path in paths:
@@ -153,6 +165,7 @@ def make_shards(folder: str, options: argparse.Namespace) -> list[np.ndarray]:
 
 
 def reader(options: argparse.Namespace) -> None:
+    """Batches by the loader, by numpy, by `datasets`."""
     length, n_rows, n_batches = options.sequence_len, options.rows, options.batches
     with tempfile.TemporaryDirectory() as folder:
         shards = make_shards(folder, options)
@@ -255,6 +268,7 @@ def _private_bytes() -> int:
 
 
 def memory(options: argparse.Namespace) -> None:
+    """Peak memory of a writer, growth of a reader, for two sizes of corpus."""
     context = multiprocessing.get_context("spawn")
     for task in ("writer", "reader"):
         for size in (40, 4000):
@@ -266,6 +280,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Runs the task that was named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("writer", "reader", "seek", "memory"))
     parser.add_argument("--text", help="JSON lines with a column `text`")

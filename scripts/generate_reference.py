@@ -84,6 +84,9 @@ LIGHTNINGS_OWN = {
     ),
 }
 
+# command, what it runs, its own setting
+OF_ONE_COMMAND = (("describe", RunTrainer.describe, "format"), ("data", RunTrainer.list_caches, "verify"))
+
 
 @dataclasses.dataclass
 class Wiring:
@@ -206,9 +209,10 @@ def reference() -> str:
             yield name, kind, value_text(config[name]), meaning
         for name, options in wiring.arguments.items():
             yield name, type_text(options["type"]), value_text(config[name]), options["help"]
-        describe = RunTrainer.describe
-        kind, meaning = get_type_hints(describe)["format"], meanings(describe)["format"]
-        yield "format", type_text(kind), value_text("table"), f"`describe` only: {meaning}"
+        for command, method, name in OF_ONE_COMMAND:
+            kind, meaning = get_type_hints(method)[name], meanings(method)[name]
+            default = inspect.signature(method).parameters[name].default
+            yield name, type_text(kind), value_text(default), f"`{command}` only: {meaning}"
 
     add("Other", "Settings outside a section.", columns, other_rows())
     add(
@@ -226,7 +230,7 @@ def reference() -> str:
     )
     multipliers = {f"model.parametrization.{name}_multiplier" for name in ("lr", "weight_decay")}
     documented |= {f"{name}.{role}" for name in multipliers for role in defaults(RoleMultipliers)}
-    expected = flat_keys(config) | multipliers | set(wiring.links) | {"format"}
+    expected = flat_keys(config) | multipliers | set(wiring.links) | {name for _, _, name in OF_ONE_COMMAND}
     if documented != expected:
         raise LookupError(f"documented and existing settings differ in {sorted(documented ^ expected)}")
     return "\n".join(parts)

@@ -47,7 +47,7 @@ def _keys(n_windows: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def _feistel(numbers: np.ndarray, n_bits: int, keys: np.ndarray) -> np.ndarray:
-    """A permutation of 0 .. 2^n_bits - 1; the halves change places each round; where n_bits is odd, one has a bit more."""
+    """A permutation of 0 .. 2^n_bits - 1; the halves change places each round, of n_bits // 2 and the other bits."""
     n_right = n_bits // 2
     n_left = n_bits - n_right
     left, right = numbers >> np.uint64(n_right), numbers & np.uint64(2**n_right - 1)

@@ -1,4 +1,4 @@
-"""Of any corpus, in any shards: every token is a target once, whatever the batch, the hosts and the place of resuming."""
+"""Of any corpus, in any shards: every token is a target once, at any batch, number of hosts and place of resuming."""
 
 from __future__ import annotations
 
