@@ -5,7 +5,9 @@ Shape letters: B rows of a batch on this rank, L sequence length.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor
 from mutransformer.data.order import window_at
 from mutransformer.errors import ConfigError
 
+_Read = tuple[dict[str, Tensor], bool]  # batch, whether it came from the disk and not from memory
 _PLACES_PER_BLOCK = 2**14  # of the order, computed at once: a millisecond, as numpy is slow on few numbers
 
 
@@ -193,14 +196,28 @@ class WindowLoader:
         return self.windows.n_windows % self.rows_per_batch
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yields batches, see `TokenWindows.batch`, from the position to the end of its epoch."""
+        """Yields batches, see `TokenWindows.batch`, from the position to the end of its epoch.
+
+        After a batch that had to wait for the disk, the next is read by a thread meanwhile; else that would cost more
+        than it gives.
+        """
         epoch = self._epoch
-        while self._epoch == epoch:
-            indices = self._indices(epoch, self._batch)
-            self._batch += 1
-            if self._batch == len(self):
-                self._epoch, self._batch = epoch + 1, 0
-            yield self.windows.batch(indices)
+        ahead: tuple[int, Future[_Read]] | None = None
+        with ThreadPoolExecutor(1) as pool:
+            while self._epoch == epoch:
+                number = self._batch
+                is_there = ahead is not None and ahead[0] == number  # not where another iterator went on
+                batch, is_from_disk = ahead[1].result() if ahead and is_there else self._read(epoch, number)
+                self._batch += 1
+                if self._batch == len(self):
+                    self._epoch, self._batch = epoch + 1, 0
+                elif is_from_disk:
+                    ahead = self._batch, pool.submit(self._read, epoch, self._batch)
+                yield batch
+
+    def _read(self, epoch: int, number: int) -> _Read:
+        indices, n_faults = self._indices(epoch, number), _disk_reads()
+        return self.windows.batch(indices), _disk_reads() > n_faults
 
     def _indices(self, epoch: int, batch: int) -> np.ndarray:
         """The windows of this rank's rows; those of many batches are computed at once and kept."""
@@ -250,6 +267,11 @@ _FIELD_OF = {
     "rows_per_batch": "data.tokens_per_batch",
     "shuffle_seed": "data.shuffle_seed",
 }
+
+
+def _disk_reads() -> int:
+    """Pages of mapped files that this process had to wait for so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 class InOrderLoader:

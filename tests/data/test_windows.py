@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import chain, islice
+import threading
+from itertools import chain, count, islice
 
 import numpy as np
 import pytest
 import torch
 
+from mutransformer.data import windows as windows_file
 from mutransformer.data.windows import InOrderLoader, TokenStream, TokenWindows, WindowLoader
 from mutransformer.errors import ConfigError
 
@@ -179,6 +181,31 @@ def test_a_second_iterator_loses_nothing():
     assert window_numbers([next(iter(loader))]) == expected[:1]
     assert window_numbers(loader) == expected[1:]
     assert window_numbers([next(unused)]) != expected[:1]  # it would go on in the next epoch
+
+
+def test_slow_disk_is_read_ahead_by_a_thread(monkeypatch):
+    """The same batches, one of them on its way while another is used; a fast disk needs no thread."""
+    windows, readers = counting_windows(40), []
+    expected = window_numbers(islice(endlessly(WindowLoader(windows, 5 * L)), 20))
+    read = TokenWindows.batch
+
+    def noted(self, indices):
+        readers.append(threading.current_thread() is threading.main_thread())
+        return read(self, indices)
+
+    monkeypatch.setattr(TokenWindows, "batch", noted)
+    monkeypatch.setattr(windows_file, "_disk_reads", lambda: 0)
+    assert window_numbers(WindowLoader(windows, 5 * L)) == expected[:8]
+    assert readers == [True] * 8
+    monkeypatch.setattr(windows_file, "_disk_reads", count().__next__)
+    readers.clear()
+    loader = WindowLoader(windows, 5 * L)
+    batches = window_numbers(islice(loader, 3))
+    state = loader.state_dict()
+    assert (state["epoch"], state["batch"]) == (0, 3)  # of what was given out, not of what was read
+    batches += window_numbers(islice(endlessly(loader), 17))
+    assert batches == expected
+    assert readers.count(True) == 4  # the first of each iterator
 
 
 def other_tokens(windows: TokenWindows) -> TokenWindows:
