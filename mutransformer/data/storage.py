@@ -122,7 +122,9 @@ class Folder:
             return False
         except SaveError as error:
             reason = f"cannot be written to ({_reason(error.__cause__ or error)})"
-            raise ConfigError("data.cache", self.path, reason, "give a folder of yours that exists") from error
+            raise ConfigError(
+                "data.cache", self.path, reason, "give a folder or bucket that you can write to"
+            ) from error
         return True
 
     def delete(self, name: str) -> None:
@@ -206,6 +208,7 @@ class Lock:
             "token": uuid.uuid4().hex,
         }
         self._stop = threading.Event()
+        self._heart: threading.Thread | None = None
         self._seen: tuple[Any, float] = (None, 0.0)
 
     def acquire(self) -> dict[str, Any] | None:
@@ -216,12 +219,15 @@ class Lock:
                 return owner
             self._folder.delete(self._NAME)
         self._stop.clear()
-        threading.Thread(target=self._beat, daemon=True, name="cache lock").start()
+        self._heart = threading.Thread(target=self._beat, daemon=True, name="cache lock")
+        self._heart.start()
         return None
 
     def release(self) -> None:
         """Gives the lock back; does nothing where it is another's by now."""
         self._stop.set()
+        if self._heart is not None:
+            self._heart.join()  # a last beat must not write the lock anew
         if self.is_ours():
             self._folder.delete(self._NAME)
 
