@@ -32,6 +32,10 @@ class SaveError(RuntimeError):
     """A file could not be written whole (full disk, quota, permissions); what was there before is intact."""
 
 
+class DataError(RuntimeError):
+    """Text could not be read to its end, or cached tokens are damaged; the message says what is kept and what to do."""
+
+
 class CheckFailed(RuntimeError):
     """A check came to FAIL, or could not be completed; the message says which, what was printed before it why."""
 

@@ -22,7 +22,7 @@ from lightning.pytorch import Trainer
 
 from mutransformer.cli import main as run_command
 from mutransformer.cli.run import RunCLI
-from mutransformer.cli.trainer import WITHOUT_TRAINER, RunTrainer
+from mutransformer.cli.trainer import METHODS, WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.model.config import DecoderConfig
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
@@ -221,9 +221,11 @@ def reference() -> str:
             yield name, type_text(options["type"]), value_text(config[name]), options["help"]
 
     add("Other", "Settings outside a section.", columns, other_rows())
-    for command in WITHOUT_TRAINER:
-        text = f"Options of `mutransformer {command}` alone."
-        add(f"Command {command}", text, columns, command_rows(getattr(RunTrainer, command)))
+    commands = {method: command for command, method in METHODS.items()}
+    for method in WITHOUT_TRAINER:
+        if rows := list(command_rows(getattr(RunTrainer, method))):
+            command = commands.get(method, method)
+            add(f"Command {command}", f"Options of `mutransformer {command}` alone.", columns, rows)
     add(
         "Trainer",
         "The keys are those of [Lightning's Trainer](https://lightning.ai/docs/pytorch/stable/common/trainer.html), "

@@ -43,7 +43,7 @@ def write_corpus(folder: Path) -> str:
 
 
 def tiny(corpus: str, root: Path, *more: str) -> list[str]:
-    """Command line after `fit` for a run of 60 steps over 17 batches an epoch, into `root`."""
+    """Command line after `fit` for a run of 60 steps over 32 batches an epoch, into `root`."""
     return [*TINY, f"--data.data_files={corpus}", f"--trainer.default_root_dir={root}", *more]
 
 

@@ -77,7 +77,7 @@ def test_validate_needs_the_checkpoint_alone(finished, capsys):
     assert main(["validate", "--ckpt_path", str(finished / "checkpoints/last.ckpt"), "--trainer.accelerator=cpu"]) == 0
     with (finished / "metrics.csv").open() as file:
         last = [row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]][-1]
-    assert last[:6] in capsys.readouterr().out
+    assert f"{float(last):.4f} nats" in capsys.readouterr().out
 
 
 def test_typed_setting_that_contradicts_the_checkpoint_names_both(finished, corpus, tmp_path, capsys):
@@ -322,3 +322,70 @@ def test_learning_rate_zero_changes_nothing(learning_rate, same, corpus, tmp_pat
         checkpoint = torch.load(last_checkpoint(tmp_path / str(n_steps)), weights_only=True)
         weights.append({k: v for k, v in checkpoint["state_dict"].items() if k.startswith("decoder.")})
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) is same
+
+
+# Data
+
+
+def test_prepare_makes_the_cache_that_fit_uses(corpus, tmp_path, capsys):
+    cache = f"--data.cache={tmp_path / 'cache'}"
+    options = tiny(corpus, tmp_path / "runs", cache, "--trainer.max_steps=1")
+    data = ["--data.dataset=text", f"--data.data_files={corpus}", "--data.validation_fraction=0.2", cache]
+    assert main(["prepare", *data]) == 0
+    (folder,) = (tmp_path / "cache").iterdir()
+    said = capsys.readouterr().out
+    assert said.startswith(f"{folder}: 40 documents, ") and "(train, validation)" in said
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert main(["fit", *options]) == 0
+    assert "an epoch: 32 batches of 16 windows; left out: " in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
+    assert main(["data", *data, "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "complete, every hash is right" in said and "this configuration uses it" in said
+    assert main(["data", *data, "--data.max_documents=30"]) == 0
+    assert "not used by this configuration: data.max_documents is 30 here and None there" in capsys.readouterr().out
+    shard = folder / "train" / "000000.npy"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert main(["data", *data]) == 1
+    assert f"{shard} is damaged" in capsys.readouterr().out
+    assert main(["fit", *options]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{shard} is damaged" in line and "delete" in line
+
+
+@pytest.mark.parametrize("args", [["--data.data_files=none/*.txt"], ["--data.data_files=none.txt"]])
+def test_missing_files_are_one_line(args, capsys):
+    assert main(["prepare", "--data.dataset=text", *args]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mutransformer: data.data_files=") and "no file has this path" in line
+
+
+def test_fit_with_attention_within_documents_trains_other_weights(corpus, tmp_path):
+    last = []
+    for name in ("true", "false", "false"):
+        root = tmp_path / str(len(last))
+        within = f"--data.attend_across_documents={name}"
+        assert main(["fit", *tiny(corpus, root, within, "--trainer.max_steps=6", "--trainer.limit_val_batches=1")]) == 0
+        last.append(last_checkpoint(root))
+    assert_same_weights(*last[1:])
+    with pytest.raises(AssertionError):
+        assert_same_weights(*last[:2])
+
+
+def assert_same_weights(left: Path, right: Path) -> None:
+    ours, theirs = (torch.load(path, weights_only=True)["state_dict"] for path in (left, right))
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "data").iterdir()))
+def test_a_data_config_is_laid_over_any_model(name, capsys):
+    """Without network: the configs of hub datasets give the size of the vocabulary, and nothing is read for a plan."""
+    data = yaml.safe_load((CONFIGS / "data" / f"{name}.yaml").read_text())
+    assert set(data) == {"data"}
+    for model in LADDER:
+        rows = described(
+            capsys, "--config", str(CONFIGS / f"{model}.yaml"), "--config", str(CONFIGS / "data" / f"{name}.yaml")
+        )["rows"]
+        embedding = next(row for row in rows if row["name"] == "embedding")
+        assert embedding["shape"] == [data["data"].get("vocab_size", 384), LADDER[model]]

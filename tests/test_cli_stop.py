@@ -81,9 +81,9 @@ def test_many_kills_at_random_moments(corpus, tmp_path):
     killed_runs_reach_the_same_bits(12, 1500, corpus, tmp_path)
 
 
-@pytest.mark.parametrize("steps", [[17], [20, 34], [16, 17, 18]])
+@pytest.mark.parametrize("steps", [[32], [20, 34], [31, 32, 33]])
 def test_shorter_runs_in_a_row_equal_one_long_run(steps, corpus, undisturbed, tmp_path):
-    """At the end of an epoch (17 batches), just before, just after, and in the middle of one, several times over."""
+    """At the end of an epoch (32 batches), just before, just after, and in the middle of one, several times over."""
     resume: list[str] = []
     for step in steps:
         root = tmp_path / str(step)

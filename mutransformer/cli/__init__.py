@@ -18,10 +18,13 @@ from mutransformer.errors import (
     EXIT_USER_ERROR,
     CheckFailed,
     ConfigError,
+    DataError,
     Interrupted,
     NonFiniteError,
     SaveError,
 )
+
+_REPORTED = (CheckFailed, ConfigError, DataError, NonFiniteError, SaveError, OSError, Interrupted, KeyboardInterrupt)
 
 COMMANDS = {
     "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
@@ -29,6 +32,8 @@ COMMANDS = {
     "test": "test loss of a checkpoint (--ckpt_path)",
     "coordcheck": "train a few steps at several widths: does every tensor keep its size? PASS or FAIL, SP must fail",
     "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, SP must fail",
+    "prepare": "fill the token cache of a config without training",
+    "data": "list the token caches, and which of them a config would use (--verify compares hashes)",
     "describe": "print the parameter plan: role, init, learning rate and decay of every tensor; makes no weights",
 }
 
@@ -53,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None: those of the process.
     Returns:
-        0 done; 1 a check came to FAIL, training met a loss that is not finite, or the disk a failure; 2 a user's
-        mistake; 130 and 143 stopped by SIGINT and SIGTERM with the state saved.
+        0 done; 1 a check came to FAIL, training met a loss that is not finite, or the disk or the network a failure;
+        2 a user's mistake; 130 and 143 stopped by SIGINT and SIGTERM with the state saved.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args in ([], ["-h"], ["--help"]):
@@ -68,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left, as in `describe | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (CheckFailed, ConfigError, NonFiniteError, SaveError, OSError, Interrupted, KeyboardInterrupt) as error:
+    except _REPORTED as error:
         if os.environ.get("MUTRANSFORMER_DEBUG") == "1":
             raise
         return _report(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -22,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mutransformer.cli.config_files import flatten, given_keys, in_order_of_precedence
 from mutransformer.cli.parse_errors import from_message
-from mutransformer.cli.trainer import WITHOUT_TRAINER, RunTrainer
+from mutransformer.cli.trainer import METHODS, WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import ConfigError
 from mutransformer.training.callbacks import (
@@ -57,8 +56,8 @@ TRAINER_DEFAULTS = {
     "default_root_dir": "runs",
 }
 
-# settings of the model that a resumed run may change: they do not change what the weights mean
-FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed")
+# settings that a resumed run may change: they do not change what the weights mean, nor the tokens
+FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed", "data.cache")
 
 
 class RunCLI(LightningCLI):
@@ -78,7 +77,8 @@ class RunCLI(LightningCLI):
 
     def __init__(self, subcommand: str, args: list[str]) -> None:
         _quiet_libraries()
-        self._only, self._args = subcommand, args
+        self._only = subcommand = METHODS.get(subcommand, subcommand)
+        self._args = args
         self._given = given_keys(args)
         super().__init__(
             DecoderModule,
@@ -90,7 +90,7 @@ class RunCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=[subcommand, *in_order_of_precedence(args)],
+            args=[subcommand, *("--verify=true" if arg == "--verify" else arg for arg in in_order_of_precedence(args))],
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
@@ -197,8 +197,9 @@ class RunCLI(LightningCLI):
             raise _trainer_error(error) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
+        stop = StopOnSignal(RunCheckpoint()) if subcommand in WITHOUT_TRAINER else self.stop
         try:
-            with nullcontext() if subcommand in WITHOUT_TRAINER else self.stop.handling():
+            with stop.handling():
                 super()._run_subcommand(subcommand)
         except MisconfigurationException as error:
             raise _trainer_error(error) from error
@@ -229,7 +230,7 @@ class RunCLI(LightningCLI):
         print(f"\n{loss_line(self.trainer, 'validation loss', self.metrics.last.get('val_loss'))}")
 
     def after_test(self) -> None:
-        print(f"\n{loss_line(self.trainer, 'test loss', self.metrics.last.get('test_loss'))}")
+        print(f"\n{loss_line(self.trainer, 'test loss', self.metrics.last.get('test_loss'), 'test')}")
 
 
 def loss_line(trainer: Trainer, name: str, loss: float | None, split: str = "validation") -> str:
@@ -250,6 +251,7 @@ def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -
             loss_line(trainer, "train loss", last.get("train_loss"), "train"),
             loss_line(trainer, "validation loss", last.get("val_loss")),
             f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
+            f"data: {cast(Any, trainer).datamodule.epoch_summary()}",
             f"run folder: {trainer.log_dir} (metrics.csv, config.yaml, loss.png)",
             f"checkpoint: {checkpoint.last_path}",
             f"next: mutransformer validate --ckpt_path {checkpoint.last_path}",

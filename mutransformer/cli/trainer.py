@@ -10,11 +10,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 from mutransformer.cli.describe import print_plan
+from mutransformer.data.datamodule import TextDataModule
+from mutransformer.data.listing import describe_caches
 from mutransformer.errors import CheckFailed, ConfigError
 from mutransformer.verify.search import DEFAULT_SPACE, Space
 
 # commands that need no device of their own: they train nothing, or make a Trainer for each of many runs
-WITHOUT_TRAINER = ("describe", "coordcheck", "transfer")
+WITHOUT_TRAINER = ("describe", "prepare", "list_caches", "coordcheck", "transfer")
+METHODS = {"data": "list_caches"}  # command -> method, where a section of the config has the command's name
 
 
 class RunTrainer(Trainer):
@@ -42,6 +45,21 @@ class RunTrainer(Trainer):
             format: `table` for people, `json` or `csv` for programs.
         """
         print_plan(model.plan, format)
+
+    def prepare(self, model: Any, datamodule: TextDataModule) -> None:
+        """Fill the token cache of all splits without training; after an interruption it goes on where it was."""
+        for folder, manifest in datamodule.prepare():
+            n_documents, n_tokens = manifest.total("n_documents"), manifest.total("n_tokens")
+            print(f"{folder}: {n_documents:,} documents, {n_tokens:,} tokens ({', '.join(manifest.splits)})")
+
+    def list_caches(self, model: Any, datamodule: TextDataModule, verify: bool = False) -> None:
+        """List the caches in data.cache, and why this configuration does not use one.
+
+        Args:
+            verify: compare the hash of every file with what was written.
+        """
+        for line in describe_caches(datamodule.cache, datamodule.requests(), verify=verify):
+            print(line)
 
     def coordcheck(
         self,

@@ -1,4 +1,4 @@
-"""From documents to token ids and back. Read by `datamodule.py`, and by whoever prints samples.
+"""From documents to token ids and back. Read by `writer.py`, `datamodule.py`, and by whoever prints samples.
 
 `bytes` needs no file; everything else goes through transformers, and is probed before it is trusted, because a
 tokenizer that loads without a word of complaint can still be empty or give other ids than its own `tokenizer.json`.
@@ -6,9 +6,10 @@ tokenizer that loads without a word of complaint can still be empty or give othe
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,17 +17,24 @@ import numpy as np
 from mutransformer.errors import ConfigError
 
 PROBE = "Hello, World! It's 2024:\n\n\tdef f(x):  return x**2 # naïve café, 東京 🙂 don't you'll"
-_DOCUMENTS_PER_CALL = 256
 
 
 class Tokenizer(Protocol):
-    """What the data room asks of a tokenizer; `len()` counts the ids, those of added tokens too."""
+    """What the data room asks of a tokenizer; `len()` counts the ids, those of added tokens too.
 
-    eos_id: int | None
+    `separator_id` is what it would put between documents: its eos, else its bos, else none. `content_sha256` stands
+    for all that decides which ids a text gets.
+    """
+
+    @property
+    def separator_id(self) -> int | None: ...
+
+    @property
+    def content_sha256(self) -> str: ...
 
     def __len__(self) -> int: ...
 
-    def encode_documents(self, documents: Iterable[bytes | str]) -> Iterator[np.ndarray]: ...
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -46,8 +54,9 @@ class ByteTokenizer:
     """
 
     pad_id = 0
-    eos_id: int | None = 1
+    eos_id = separator_id = 1
     unk_id = 2
+    content_sha256 = hashlib.sha256(b"bytes: id = byte + 3").hexdigest()
     _FIRST_BYTE = 3
 
     def __len__(self) -> int:
@@ -61,9 +70,9 @@ class ByteTokenizer:
         """
         return np.frombuffer(as_bytes(document), np.uint8).astype(np.uint16) + self._FIRST_BYTE
 
-    def encode_documents(self, documents: Iterable[bytes | str]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document."""
-        return map(self.encode, documents)
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the ids of each document."""
+        return list(map(self.encode, documents))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`; ids that are no byte are left out, malformed UTF-8 becomes U+FFFD."""
@@ -85,6 +94,7 @@ class PretrainedTokenizer:
 
     def __init__(self, tokenizer: Any, name: str, tokenizer_json: str | None = None) -> None:
         self._tokenizer = tokenizer
+        self._backend = _plain_backend(tokenizer)
         self.eos_id: int | None = tokenizer.eos_token_id
         ids = self.encode(PROBE).tolist()
         if len(tokenizer) == 0 or not ids or set(ids) == {tokenizer.unk_token_id}:
@@ -98,22 +108,36 @@ class PretrainedTokenizer:
     def __len__(self) -> int:
         return len(self._tokenizer)  # not `vocab_size`, which leaves added tokens out
 
+    @property
+    def separator_id(self) -> int | None:
+        return self._tokenizer.bos_token_id if self.eos_id is None else self.eos_id
+
+    @property
+    def content_sha256(self) -> str:
+        if self._backend is not None:
+            content = self._backend.to_str()
+        else:
+            vocabulary = sorted(self._tokenizer.get_vocab().items())
+            content = json.dumps([type(self._tokenizer).__name__, vocabulary, self.encode(PROBE).tolist()])
+        return hashlib.sha256(content.encode()).hexdigest()
+
     def encode(self, document: bytes | str) -> np.ndarray:
         """Returns the ids of one document, without special tokens.
 
         Shapes:
             -> [n_tokens] uint32
         """
-        return next(self.encode_documents([document]))
+        return self.encode_batch([as_bytes(document)])[0]
 
-    def encode_documents(self, documents: Iterable[bytes | str]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document; malformed UTF-8 is read as U+FFFD."""
-        documents = iter(documents)
-        while batch := list(islice(documents, _DOCUMENTS_PER_CALL)):
-            texts = [as_bytes(document).decode(errors="replace") for document in batch]
+    def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the ids of each document; malformed UTF-8 is read as U+FFFD."""
+        texts = [document.decode(errors="replace") for document in documents]
+        if self._backend is not None:  # what transformers calls, without the lists it makes besides
+            encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        else:
             encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            for ids in encoded["input_ids"]:
-                yield np.array(ids, dtype=np.uint32)
+            encoded = encoded["input_ids"]
+        return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`."""
@@ -126,7 +150,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     Args:
         name: `bytes`, a Hugging Face hub id, a local folder, or the path of a `tokenizer.json`.
     Returns:
-        An object with `encode_documents`, `decode`, `eos_id` (None where it has no eos) and `len()`.
+        A `Tokenizer`.
     Raises:
         ConfigError: when nothing can be loaded by this name, or what is loaded fails its probe.
     """
@@ -157,6 +181,17 @@ def _find_tokenizer_json(name: str) -> str | None:
 
     path = try_to_load_from_cache(name, "tokenizer.json")
     return path if isinstance(path, str) else None
+
+
+def _plain_backend(tokenizer: Any) -> Any | None:
+    """The tokenizer of the `tokenizers` library that works inside, without truncation and padding; None for others."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    plain = type(backend).from_str(backend.to_str())
+    plain.no_padding()
+    plain.no_truncation()
+    return plain
 
 
 def _ids_by_tokenizers(tokenizer_json: str) -> list[int]:

@@ -5,108 +5,139 @@ Shape letters: B rows of a batch on this rank, L sequence length.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+import resource
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mutransformer.data.order import window_order
-from mutransformer.data.tokenizer import Tokenizer, as_bytes
+from mutransformer.data.order import window_at
 from mutransformer.errors import ConfigError
+
+_Read = tuple[dict[str, Tensor], bool]  # batch, whether it came from the disk and not from memory
+_PLACES_PER_BLOCK = 2**14  # of the order, computed at once: a millisecond, as numpy is slow on few numbers
+
+
+class TokenStream:
+    """A split's tokens, in one or more shards that are mapped from files: separator, document, separator, ...
+
+    Args:
+        shards: [n] uint16 or uint32 each; a document may not lie across two.
+        starts: [n] int64 each, where in the shard the documents start, each with the separator before it.
+        n_bytes: UTF-8 bytes of the documents, separators not counted.
+        sha256: stands for all tokens.
+    """
+
+    def __init__(
+        self, shards: Sequence[np.ndarray], starts: Sequence[np.ndarray], *, n_bytes: int, sha256: str
+    ) -> None:
+        self.shards = [np.asarray(shard) for shard in shards]  # a memmap's own indexing is slow
+        self.starts = starts
+        self.n_bytes = n_bytes
+        self.sha256 = sha256
+        self._ends = np.cumsum([len(shard) for shard in shards], dtype=np.int64)
+        self._begins = self._ends - [len(shard) for shard in shards]
+        self._view = np.empty((0, 0))  # all runs of tokens of a length, where there is one shard: one gather reads many
+
+    def __len__(self) -> int:
+        """Tokens, separators counted."""
+        return int(self._ends[-1])
+
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Returns `length` tokens from each start on; they may lie in several shards.
+
+        Shapes:
+            [n] int -> [n, length] in the shards' dtype
+        """
+        if len(self.shards) == 1:
+            if self._view.shape[1] != length:
+                self._view = np.lib.stride_tricks.sliding_window_view(self.shards[0], length)
+            return self._view[starts]
+        numbers = self._ends.searchsorted(starts, "right")
+        offsets = starts - self._begins[numbers]
+        pieces = []
+        for number, offset in zip(numbers.tolist(), offsets.tolist(), strict=True):
+            piece = self.shards[number][offset : offset + length]
+            pieces.append(piece)
+            n_missing = length - len(piece)
+            while n_missing:
+                number += 1
+                piece = self.shards[number][:n_missing]
+                pieces.append(piece)
+                n_missing -= len(piece)
+        return np.concatenate(pieces).reshape(-1, length)
+
+    def starts_within(self, start: int, stop: int) -> np.ndarray:
+        """Where documents start among the tokens from `start` to `stop`, counted from `start`."""
+        first, last = (int(self._ends.searchsorted(place, "right")) for place in (start, stop - 1))
+        found = []
+        for number in range(first, last + 1):
+            offset = int(self._begins[number]) - start
+            starts = self.starts[number]
+            low, high = np.searchsorted(starts, (-offset, stop - start - offset))
+            found.append(starts[low:high] + offset)
+        return np.concatenate(found)
 
 
 class TokenWindows:
-    """A stream of tokens, and its windows: number i holds tokens i*L to i*L + L, the last being the next one's first.
+    """The windows of a stream: number i holds tokens i*L to i*L + L, the last being the next one's first.
 
     So each token but the stream's first is a target exactly once, up to the at most L - 1 after the last window.
 
     Args:
-        tokens: [n_tokens] uint16 or uint32, separator, document, separator, document, ..., separator.
-        n_bytes: UTF-8 bytes of the documents, separators not counted.
+        stream: the tokens.
         sequence_len: L, targets of a window; at least 1.
+        attend_across_documents: whether a window is read as one text; else each batch says where documents start.
     Raises:
         ConfigError: when the stream is shorter than one window.
     """
 
-    def __init__(self, tokens: np.ndarray, n_bytes: int, sequence_len: int) -> None:
-        if len(tokens) < sequence_len + 1:
-            rule = f"a window takes one token more than that, and a split holds {len(tokens)} tokens"
+    def __init__(self, stream: TokenStream, sequence_len: int, *, attend_across_documents: bool = True) -> None:
+        if len(stream) < sequence_len + 1:
+            rule = f"a window takes one token more than that, and a split holds {len(stream)} tokens"
             raise ConfigError(
-                "data.sequence_len", sequence_len, rule, f"use at most {len(tokens) - 1}, or more documents"
+                "data.sequence_len", sequence_len, rule, f"use at most {len(stream) - 1}, or more documents"
             )
-        self.tokens = tokens
-        self.n_bytes = n_bytes
+        self.stream = stream
         self.sequence_len = sequence_len
-        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_len + 1)[::sequence_len]
-        self.n_windows = len(self._windows)
+        self.attend_across_documents = attend_across_documents
+        self.n_windows = (len(stream) - 1) // sequence_len
 
-    @classmethod
-    def from_documents(
-        cls,
-        documents: Iterable[bytes | str],
-        tokenizer: Tokenizer,
-        *,
-        separator: int,
-        vocab_size: int,
-        sequence_len: int,
-    ) -> TokenWindows:
-        """Tokenizes `documents` into one stream, with a separator before the first and after each.
-
-        Args:
-            documents: the texts.
-            tokenizer: makes their ids.
-            separator: the token id before, between and after documents.
-            vocab_size: every id must be below it, the separator too; above 65,536 the stream is uint32, else uint16.
-            sequence_len: L, see the class.
-        Returns:
-            The windows of the stream.
-        Raises:
-            ConfigError: when an id is not below vocab_size, or the stream is shorter than one window.
-        """
-        dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-        n_bytes = 0
-
-        def counted() -> Iterator[bytes]:
-            nonlocal n_bytes
-            for document in map(as_bytes, documents):
-                n_bytes += len(document)
-                yield document
-
-        def narrowed(ids: np.ndarray) -> np.ndarray:
-            if ids.size and (largest := int(ids.max())) >= vocab_size:
-                rule = f"must be above every token id, and there is {largest}"
-                remedy = f"use at least {max(largest + 1, len(tokenizer))}"
-                raise ConfigError("data.vocab_size", vocab_size, rule, remedy)
-            return ids.astype(dtype, copy=False)
-
-        separator_ids = narrowed(np.array([separator]))
-        pieces = [separator_ids]
-        for ids in tokenizer.encode_documents(counted()):
-            pieces += (narrowed(ids), separator_ids)
-        return cls(np.concatenate(pieces), n_bytes, sequence_len)
-
-    def __getitem__(self, indices: np.ndarray) -> Tensor:
-        """Returns the windows of these numbers.
-
-        Shapes:
-            [n] int -> [n, L + 1] int64
-        """
-        return torch.from_numpy(self._windows[indices].astype(np.int64))
+    @property
+    def n_leftover_tokens(self) -> int:
+        """Tokens after the last window; in no epoch are they a target."""
+        return len(self.stream) - 1 - self.n_windows * self.sequence_len
 
     @property
     def bytes_per_token(self) -> float:
         """UTF-8 bytes of text that a target token stands for, separators counted as tokens."""
-        return self.n_bytes / (len(self.tokens) - 1)
+        return self.stream.n_bytes / (len(self.stream) - 1)
 
-    @cached_property
-    def tokens_sha256(self) -> str:
-        """SHA-256 of the stream, in hex; the same on any machine."""
-        little_endian = self.tokens.astype(self.tokens.dtype.newbyteorder("<"), copy=False)
-        return hashlib.sha256(little_endian.data).hexdigest()
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """Returns the windows of these numbers, from 0 up, as a batch.
+
+        Returns:
+            `tokens`; and `positions`, each counted from the start of its document or of the window, whichever is
+            later, unless a window is read as one text.
+        Shapes:
+            [B] int -> tokens [B, L + 1] int64, positions [B, L] int64
+        """
+        tokens = self.stream.read(indices * self.sequence_len, self.sequence_len + 1)
+        batch = {"tokens": torch.from_numpy(tokens.astype(np.int64))}
+        if not self.attend_across_documents:
+            batch["positions"] = torch.from_numpy(self._positions(indices))
+        return batch
+
+    def _positions(self, indices: np.ndarray) -> np.ndarray:
+        starts = np.zeros((len(indices), self.sequence_len), np.int64)
+        for row, index in zip(starts, indices.tolist(), strict=True):
+            first = index * self.sequence_len
+            within = self.stream.starts_within(first, first + self.sequence_len)
+            row[within] = within
+        return np.arange(self.sequence_len) - np.maximum.accumulate(starts, axis=1)
 
 
 class WindowLoader:
@@ -140,8 +171,11 @@ class WindowLoader:
     ) -> None:
         self.windows = windows
         self.rows_per_batch = _rows_per_batch(windows, tokens_per_batch, world_size)
-        self._shuffle, self._seed, self._rank, self._world_size = shuffle, seed, rank, world_size
+        self._shuffle, self._seed = shuffle, seed
+        self._share = _share(0, self.rows_per_batch, rank, world_size)
+        self._batches_per_block = max(1, _PLACES_PER_BLOCK // len(self._share))
         self._epoch = self._batch = 0
+        self._block: tuple[tuple[int, int], np.ndarray] = (-1, -1), np.empty(0)
         if len(self) == 0:
             largest = windows.n_windows // world_size * world_size * windows.sequence_len
             rule = (
@@ -162,17 +196,41 @@ class WindowLoader:
         return self.windows.n_windows % self.rows_per_batch
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yields `{"tokens": [B, L + 1] int64}` from the position to the end of its epoch."""
+        """Yields batches, see `TokenWindows.batch`, from the position to the end of its epoch.
+
+        After a batch that had to wait for the disk, the next is read by a thread meanwhile; else that would cost more
+        than it gives.
+        """
         epoch = self._epoch
-        n_windows = self.windows.n_windows
-        order = window_order(n_windows, epoch, self._seed) if self._shuffle else np.arange(n_windows)
-        while self._epoch == epoch:
-            start = self._batch * self.rows_per_batch
-            rows = order[start : start + self.rows_per_batch]
-            self._batch += 1
-            if self._batch == len(self):
-                self._epoch, self._batch = epoch + 1, 0
-            yield {"tokens": self.windows[_share(rows, self._rank, self._world_size)]}
+        ahead: tuple[int, Future[_Read]] | None = None
+        with ThreadPoolExecutor(1) as pool:
+            while self._epoch == epoch:
+                number = self._batch
+                is_there = ahead is not None and ahead[0] == number  # not where another iterator went on
+                batch, is_from_disk = ahead[1].result() if ahead and is_there else self._read(epoch, number)
+                self._batch += 1
+                if self._batch == len(self):
+                    self._epoch, self._batch = epoch + 1, 0
+                elif is_from_disk:
+                    ahead = self._batch, pool.submit(self._read, epoch, self._batch)
+                yield batch
+
+    def _read(self, epoch: int, number: int) -> _Read:
+        indices, n_faults = self._indices(epoch, number), _disk_reads()
+        return self.windows.batch(indices), _disk_reads() > n_faults
+
+    def _indices(self, epoch: int, batch: int) -> np.ndarray:
+        """The windows of this rank's rows; those of many batches are computed at once and kept."""
+        n_batches = self._batches_per_block
+        block = batch // n_batches
+        if self._block[0] != (epoch, block):
+            batches = np.arange(block * n_batches, min((block + 1) * n_batches, len(self)))
+            places = batches[:, None] * self.rows_per_batch + self._share
+            if self._shuffle:
+                order = window_at(places.ravel(), self.windows.n_windows, epoch=epoch, seed=self._seed)
+                places = order.reshape(places.shape)
+            self._block = (epoch, block), places
+        return self._block[1][batch % n_batches]
 
     def state_dict(self) -> dict[str, int | str]:
         """Returns the position of the next batch, and what must be the same for it to mean the same batch."""
@@ -198,7 +256,8 @@ class WindowLoader:
             "rows_per_batch": self.rows_per_batch,
             "shuffle": int(self._shuffle),
             "shuffle_seed": self._seed,
-            "tokens_sha256": self.windows.tokens_sha256,
+            "order": "feistel",
+            "tokens_sha256": self.windows.stream.sha256,
             "n_windows": self.windows.n_windows,
         }
 
@@ -208,6 +267,11 @@ _FIELD_OF = {
     "rows_per_batch": "data.tokens_per_batch",
     "shuffle_seed": "data.shuffle_seed",
 }
+
+
+def _disk_reads() -> int:
+    """Pages of mapped files that this process had to wait for so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 class InOrderLoader:
@@ -237,10 +301,10 @@ class InOrderLoader:
         return -(-self._n_used // self.rows_per_batch)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yields `{"tokens": [B, L + 1] int64}`."""
+        """Yields batches, see `TokenWindows.batch`."""
         for start in range(0, self._n_used, self.rows_per_batch):
-            rows = np.arange(start, min(start + self.rows_per_batch, self._n_used))
-            yield {"tokens": self.windows[_share(rows, self._rank, self._world_size)]}
+            n_rows = min(self.rows_per_batch, self._n_used - start)
+            yield self.windows.batch(_share(start, n_rows, self._rank, self._world_size))
 
 
 def _rows_per_batch(windows: TokenWindows, tokens_per_batch: int, world_size: int) -> int:
@@ -254,7 +318,7 @@ def _rows_per_batch(windows: TokenWindows, tokens_per_batch: int, world_size: in
     return tokens_per_batch // windows.sequence_len
 
 
-def _share(rows: np.ndarray, rank: int, world_size: int) -> np.ndarray:
-    """The rank's contiguous part of the rows of a global batch."""
-    n_local = len(rows) // world_size
-    return rows[rank * n_local : (rank + 1) * n_local]
+def _share(start: int, n_rows: int, rank: int, world_size: int) -> np.ndarray:
+    """The rank's contiguous part of the places start .. start + n_rows - 1 of a global batch."""
+    n_local = n_rows // world_size
+    return np.arange(start + rank * n_local, start + (rank + 1) * n_local)

@@ -32,39 +32,61 @@ def causal_scores(q_BHLK: torch.Tensor, k_BHMK: torch.Tensor, scale: float) -> t
     return (q_BHLK.to(wide) @ k_BHMK.to(wide).transpose(-1, -2)) * scale
 
 
-def attention_weights(scores_BHLM: torch.Tensor, config: DecoderConfig) -> torch.Tensor:
-    """Masks the future and turns scores into weights.
+def visible_within(document_BL: torch.Tensor) -> torch.Tensor:
+    """Which keys a query sees where attention stays within documents: those of its own, up to itself.
+
+    Args:
+        document_BL: number of the document at each position.
+    Returns:
+        visible_BHLM bool, with one head for all.
+    """
+    length = document_BL.shape[1]
+    past_LM = torch.ones(length, length, dtype=torch.bool, device=document_BL.device).tril()
+    return (past_LM & (document_BL[:, :, None] == document_BL[:, None, :])).unsqueeze(1)
+
+
+def attention_weights(
+    scores_BHLM: torch.Tensor, config: DecoderConfig, visible: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Masks what a query may not see and turns scores into weights.
 
     Args:
         scores_BHLM: square in L and M.
         config: attention_activation, attention_normalization, norm_eps.
+        visible: from `visible_within`; None: all up to the query itself.
     Returns:
         weights_BHLM, same dtype; rows sum to one for softmax and, to norm_eps, for `sum`.
     Source:
         softmax; relu^2 and elu + 1 as in lucaslingle/mu_transformer, which divides by the length or the sum.
     """
     length = scores_BHLM.shape[-1]
-    visible_LM = torch.ones(length, length, dtype=torch.bool, device=scores_BHLM.device).tril()
-    masked = scores_BHLM.masked_fill(~visible_LM, MASKED)
+    if visible is None:
+        visible = torch.ones(length, length, dtype=torch.bool, device=scores_BHLM.device).tril()
+    masked = scores_BHLM.masked_fill(~visible, MASKED)
     if config.attention_activation == "softmax":
         return masked.softmax(-1)
     raw = _ACTIVATIONS[config.attention_activation](masked)
     if config.attention_normalization == "length":
         return raw / length
     if config.attention_normalization == "causal_count":
-        return raw / visible_LM.sum(-1, keepdim=True)
+        return raw / visible.sum(-1, keepdim=True)
     return raw / (config.norm_eps + raw.sum(-1, keepdim=True))
 
 
 def plain_attention(
-    q_BHLK: torch.Tensor, k_BHMK: torch.Tensor, v_BHMK: torch.Tensor, config: DecoderConfig, scale: float
+    q_BHLK: torch.Tensor,
+    k_BHMK: torch.Tensor,
+    v_BHMK: torch.Tensor,
+    config: DecoderConfig,
+    scale: float,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention written out, for every nonlinearity; heads of q, k and v are equal in number.
 
     Returns:
         out_BHLK in v's dtype; scores and weights in float32 or wider.
     """
-    weights = attention_weights(causal_scores(q_BHLK, k_BHMK, scale), config)
+    weights = attention_weights(causal_scores(q_BHLK, k_BHMK, scale), config, visible)
     return (weights @ v_BHMK.to(weights.dtype)).to(v_BHMK.dtype)
 
 
@@ -75,7 +97,12 @@ def _repeat_heads(x_BGLK: torch.Tensor, n_head: int) -> torch.Tensor:
 
 
 def attention(
-    x_BLD: torch.Tensor, layer: Layer, config: DecoderConfig, scale: float, rotary: torch.Tensor | None
+    x_BLD: torch.Tensor,
+    layer: Layer,
+    config: DecoderConfig,
+    scale: float,
+    rotary: torch.Tensor | None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Self-attention of one block, from normalized input to what is added to the residual stream.
 
@@ -85,6 +112,7 @@ def attention(
         config: shape.
         scale: factor on the scores.
         rotary: from `rotary_table`, or None.
+        visible: from `visible_within`; None: all up to the query itself.
     Returns:
         out_BLD, same dtype.
     """
@@ -112,11 +140,13 @@ def attention(
         with torch.no_grad():
             scores = causal_scores(q_BHLK, k_BHLK, scale)
             tap("scores", scores)
-            tap("weights", attention_weights(scores, config))
+            tap("weights", attention_weights(scores, config, visible))
     if config.attention_activation == "softmax":
-        out_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True, scale=scale)
+        out_BHLK = F.scaled_dot_product_attention(
+            q_BHLK, k_BHLK, v_BHLK, attn_mask=visible, is_causal=visible is None, scale=scale
+        )
     else:
-        out_BHLK = plain_attention(q_BHLK, k_BHLK, v_BHLK, config, scale)
+        out_BHLK = plain_attention(q_BHLK, k_BHLK, v_BHLK, config, scale, visible)
     tap("attention_mixed", out_BHLK)
     out_BLD = F.linear(
         out_BHLK.transpose(1, 2).flatten(2), layer["w_attention_out"].flatten(1), layer.get("b_attention_out")

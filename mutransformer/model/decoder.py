@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mutransformer.model.attention import attention
+from mutransformer.model.attention import attention, visible_within
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.feedforward import feedforward
 from mutransformer.model.norm import rms_norm
@@ -39,12 +39,18 @@ class Decoder(nn.Module):
         for row in plan.rows:
             self.register_parameter(row.name, nn.Parameter(torch.empty(row.shape)))
 
-    def forward(self, tokens_BL: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens_BL: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_BL: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Logits of the next token at every position.
 
         Args:
             tokens_BL: token ids.
             positions: positions_L or positions_BL; None: 0, 1, ...
+            document_BL: number of the document at each position, in which attention stays; None: a row is one text.
         Returns:
             logits_BLV.
         """
@@ -63,12 +69,13 @@ class Decoder(nn.Module):
                 positions = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             rotary = rotary_table(positions, config.d_head, config.rotary_base, dtype)
 
+        visible = None if document_BL is None else visible_within(document_BL)
         stacked = {name: self.get_parameter(name).to(dtype).unbind(0) for name in self._stacked}
         for i in range(config.n_layer):
             layer = {name: slices[i] for name, slices in stacked.items()}
             normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_attention"))
             x_BLD = x_BLD + _times(
-                attention(normed_BLD, layer, config, self.qk_scale, rotary), self.residual_multiplier
+                attention(normed_BLD, layer, config, self.qk_scale, rotary, visible), self.residual_multiplier
             )
             normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_feedforward"))
             x_BLD = x_BLD + _times(feedforward(normed_BLD, layer, config), self.residual_multiplier)

@@ -19,6 +19,7 @@ from mutransformer.training.module import DecoderModule
 from mutransformer.training.schedule import schedule_factor
 
 LN_2 = 0.6931471805599453
+_SPLITS = {"val": "validation", "test": "test"}
 
 
 def log_scalars(trainer: Trainer, values: Mapping[str, float]) -> None:
@@ -101,7 +102,7 @@ class Metrics(Callback):
     def _end_of_evaluation(self, trainer: Trainer, pl_module: DecoderModule, prefix: str) -> None:
         loss = pl_module.val_loss.compute().item()
         pl_module.val_loss.reset()
-        values = {f"{prefix}_loss": loss, f"{prefix}_bits_per_byte": bits_per_byte(trainer, loss)}
+        values = {f"{prefix}_loss": loss, f"{prefix}_bits_per_byte": bits_per_byte(trainer, loss, _SPLITS[prefix])}
         values = {name: value for name, value in values.items() if value is not None}
         self.last.update(values)
         pl_module.log_dict(values, prog_bar=True, logger=False, batch_size=1)

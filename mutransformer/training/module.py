@@ -60,8 +60,9 @@ def check_precision(precision: object) -> None:
 class DecoderModule(LightningModule):
     """A muP decoder to be trained by `lightning.Trainer`.
 
-    A batch is one optimizer step: `{"tokens": int64 [B, L + 1]}` with inputs `[:, :-1]` and targets `[:, 1:]`, and
-    optionally `"mask"` [B, L], 1 where a target counts.
+    A batch is one optimizer step: `{"tokens": int64 [B, L + 1]}` with inputs `[:, :-1]` and targets `[:, 1:]`;
+    optionally `"mask"` [B, L], 1 where a target counts, and `"positions"` [B, L], which start again at 0 in each
+    document, if attention is to stay within documents.
 
     Args:
         decoder: shape of the decoder.
@@ -139,16 +140,18 @@ class DecoderModule(LightningModule):
         self.configure_model()
         self.decoder.compute_dtype = COMPUTE_DTYPES[self.trainer.precision]
 
-    def forward(self, tokens_BL: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of the next token: tokens_BL int64 -> logits_BLV in the compute dtype."""
+    def forward(self, tokens_BL: torch.Tensor, *where: torch.Tensor | None) -> torch.Tensor:
+        """Logits of the next token, see `Decoder.forward`: tokens_BL int64 -> logits_BLV in the compute dtype."""
         # the decoder casts by itself, the same on every engine; Lightning's mixed precision would cast once more
         with torch.autocast(tokens_BL.device.type, enabled=False):
-            return self.decoder(tokens_BL, positions)
+            return self.decoder(tokens_BL, *where)
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """Sum of the cross-entropy over the targets that count, in nats; a float32 (or wider) scalar."""
-        tokens = batch["tokens"]
-        return cross_entropy_sum(self(tokens[:, :-1]), tokens[:, 1:], batch.get("mask"))
+        tokens, positions_BL = batch["tokens"], batch.get("positions")
+        document_BL = None if positions_BL is None else (positions_BL == 0).cumsum(1)
+        logits_BLV = self(tokens[:, :-1], positions_BL, document_BL)
+        return cross_entropy_sum(logits_BLV, tokens[:, 1:], batch.get("mask"))
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
         """One optimizer step over the whole batch.

@@ -60,6 +60,7 @@ class Point:
     def key(self) -> str:
         """Hash of all that changes what is computed."""
         kept = {name: self.settings[name] for name in _SECTIONS}
+        kept["data"] = {name: value for name, value in kept["data"].items() if name != "cache"}
         kept["version"] = mutransformer.__version__
         kept["trainer"] = {name: self.settings["trainer"].get(name) for name in _TRAINER}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

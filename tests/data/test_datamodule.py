@@ -7,9 +7,14 @@ import torch
 
 from mutransformer.data import datamodule as datamodule_file
 from mutransformer.data.datamodule import TextDataModule
+from mutransformer.data.files import FileReader
 from mutransformer.errors import ConfigError
 
 L = 64
+
+
+def tokens_of(data: TextDataModule, split) -> list[int]:
+    return np.concatenate(data.windows(split).stream.shards).tolist()
 
 
 def error_of(field: str, function, *args, **kwargs) -> str:
@@ -42,7 +47,7 @@ def test_defaults_work_and_read_nothing(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the constructor read the corpus")
 
-    monkeypatch.setattr(datamodule_file.TextSource, "documents", refuse)
+    monkeypatch.setattr(datamodule_file.CacheRequest, "ensure", refuse)
     data = TextDataModule()
     assert data.vocab_size == 384
     assert data.separator == 1
@@ -69,8 +74,9 @@ def test_batch_that_is_no_multiple_of_the_window_is_refused(options, would_do):
         ("data.vocab_size", {"vocab_size": 0}),
         ("data.shuffle_seed", {"shuffle_seed": -1}),
         ("data.validation_fraction", {"validation_fraction": 2.0}),
-        ("data.max_documents", {"dataset": "owner/name"}),
-        ("data.data_files", {"dataset": "text", "data_files": "no/such/file.txt"}),
+        ("data.max_documents", {"max_documents": 0}),
+        ("data.data_files", {"dataset": "text"}),
+        ("data.cache", {"cache": "nosuch://bucket/folder"}),
         ("data.tokenizer", {"tokenizer": "./no/such/folder"}),
         ("data.document_separator", {"document_separator": 384}),
         ("data.document_separator", {"document_separator": -1}),
@@ -94,20 +100,22 @@ def test_setup_reads_once(make_data, monkeypatch):
     data = make_data()
     data.setup("fit")
     train, validation = data.windows("train"), data.windows("validation")
-    monkeypatch.setattr(datamodule_file.TokenWindows, "from_documents", None)
+    monkeypatch.setattr(datamodule_file.CacheRequest, "ensure", None)
     data.setup("fit")
     data.setup("validate")
     assert data.windows("train") is train
     assert data.windows("validation") is validation
 
 
-def test_validation_alone_does_not_read_the_training_split(make_data, monkeypatch):
-    data = make_data()
-    data.setup("validate")
-    monkeypatch.setattr(datamodule_file.TokenWindows, "from_documents", None)
-    data.windows("validation")
+def test_second_module_reads_the_cache_and_no_document(make_data, tmp_path, monkeypatch):
+    first = make_data(cache=str(tmp_path))
+    first.setup("fit")
+    monkeypatch.setattr(FileReader, "documents", None)
+    second = make_data(cache=str(tmp_path), sequence_len=32, tokens_per_batch=64, shuffle_seed=5)
+    second.setup("fit")
+    assert tokens_of(second, "train") == tokens_of(first, "train")
     with pytest.raises(TypeError):
-        data.windows("train")
+        make_data(cache=str(tmp_path), max_documents=10).setup("fit")
 
 
 def test_tokens_and_bytes_are_those_of_the_documents(make_data, books):
@@ -115,7 +123,7 @@ def test_tokens_and_bytes_are_those_of_the_documents(make_data, books):
     files = {path.read_bytes() for path in books.rglob("*.txt")}
     n_documents = 0
     for split in ("train", "validation"):
-        tokens = data.windows(split).tokens
+        tokens = np.array(tokens_of(data, split))
         documents = np.split(tokens, np.flatnonzero(tokens == 1))
         assert documents[0].size == 0 and documents[-1].tolist() == [1]
         texts = {(ids[1:] - 3).astype(np.uint8).tobytes() for ids in documents[1:-1]}
@@ -130,7 +138,7 @@ def test_tokenizer_without_eos_needs_a_separator(make_data, tokenizer_json):
     assert "270" in error_of("data.document_separator", data.setup, "fit")
     data = make_data(tokenizer=str(tokenizer_json), document_separator=0)
     data.setup("fit")
-    assert data.windows("train").tokens[0] == 0
+    assert tokens_of(data, "train")[0] == 0
 
 
 def test_padded_vocabulary(make_data):
@@ -141,6 +149,50 @@ def test_padded_vocabulary(make_data):
 
 def test_vocabulary_that_is_too_small_is_refused(make_data):
     error_of("data.vocab_size", make_data(vocab_size=100).setup, "fit")
+
+
+def test_cache_made_for_a_larger_vocabulary_is_refused(make_data, tmp_path):
+    make_data(cache=str(tmp_path)).setup("fit")
+    message = error_of("data.vocab_size", make_data(cache=str(tmp_path), vocab_size=100).setup, "fit")
+    assert message.endswith("use at least 259")
+
+
+def test_test_split_is_held_out_or_that_of_validation(make_data):
+    data = make_data(test_fraction=0.3)
+    for stage in ("fit", "test"):
+        data.setup(stage)
+    whole = [tokens_of(data, split) for split in ("train", "validation", "test")]
+    assert sum(map(len, whole)) == 40 * 61 + 3
+    assert len({tuple(tokens) for tokens in whole}) == 3
+    held_out = torch.cat([batch["tokens"] for batch in data.test_dataloader()])
+    assert held_out[0].tolist() == whole[2][: L + 1]
+    assert data.windows("test").stream.sha256 != data.windows("validation").stream.sha256
+    assert make_data().windows("test") is not None
+    assert tokens_of(make_data(), "test") == tokens_of(make_data(), "validation") == whole[1]
+
+
+def test_batches_say_where_documents_start(make_data):
+    data = make_data(attend_across_documents=False)
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert set(batch) == {"tokens", "positions"}
+    inputs, positions = batch["tokens"][:, :-1], batch["positions"]
+    assert positions.shape == inputs.shape == (3, L)
+    starts = (positions == 0)[:, 1:]
+    assert torch.equal(starts, (inputs == 1)[:, 1:])  # a document starts with the separator before it
+    assert starts.any()
+    assert torch.equal(positions[:, 1:][~starts], (positions[:, :-1] + 1)[~starts])
+
+
+def test_summary_of_an_epoch_says_what_is_left_out(make_data):
+    data = make_data(tokens_per_batch=4 * L)
+    data.setup("fit")
+    windows = data.windows("train")
+    n_leftover = windows.n_windows % 4
+    assert n_leftover > 0
+    summary = data.epoch_summary()
+    assert f"{n_leftover} of {windows.n_windows} windows" in summary
+    assert f"{windows.n_leftover_tokens:,} of {len(windows.stream):,} tokens" in summary
 
 
 def test_loaders(make_data):
@@ -154,7 +206,7 @@ def test_loaders(make_data):
     assert len(data.train_dataloader()) == train.n_windows // 3
     for loader in (data.val_dataloader(), data.test_dataloader()):
         everything = torch.cat([batch["tokens"] for batch in loader])
-        assert torch.equal(everything, validation[np.arange(validation.n_windows)])
+        assert torch.equal(everything, validation.batch(np.arange(validation.n_windows))["tokens"])
 
 
 def test_batch_larger_than_the_training_split_is_refused(make_data):

@@ -29,7 +29,7 @@ def test_bytes_are_numbered_as_in_byt5(text):
 
     theirs = ByT5Tokenizer()
     ours = load_tokenizer("bytes")
-    ids = next(ours.encode_documents([text]))
+    ids = ours.encode(text)
     assert ids.dtype == np.uint16
     assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
     assert len(ours) == len(theirs)
@@ -66,8 +66,8 @@ def test_no_text_forges_a_special_token():
 @pytest.mark.parametrize("fixture", ["tokenizer_json", "tokenizer_folder"])
 def test_ids_are_those_of_the_tokenizers_library(fixture, bpe, request):
     tokenizer = load_tokenizer(str(request.getfixturevalue(fixture)))
-    documents = [*TEXTS, "hello world"] * 100  # more than one call
-    encoded = list(tokenizer.encode_documents(text.encode() for text in documents))
+    documents = [*TEXTS, "hello world"] * 100
+    encoded = tokenizer.encode_batch([text.encode() for text in documents])
     assert [ids.tolist() for ids in encoded] == [bpe.encode(text).ids for text in documents]
     assert tokenizer.decode(encoded[2]) == TEXTS[2]
     assert len(encoded[-1]) < len("hello world")  # merges are at work
@@ -77,6 +77,53 @@ def test_ids_are_those_of_the_tokenizers_library(fixture, bpe, request):
 def test_eos_is_known_where_it_is_named(tokenizer_json, tokenizer_folder, bpe):
     assert load_tokenizer(str(tokenizer_folder)).eos_id == bpe.token_to_id("<eos>")
     assert load_tokenizer(str(tokenizer_json)).eos_id is None
+
+
+def test_separator_is_eos_else_bos_else_none(tokenizer_json, tokenizer_folder, bpe):
+    from transformers import PreTrainedTokenizerFast
+
+    def separator_with(**special) -> int | None:
+        inner = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_json), **special)
+        return PretrainedTokenizer(inner, "special").separator_id
+
+    a, b = bpe.token_to_id("a"), bpe.token_to_id("b")
+    assert separator_with(eos_token="a", bos_token="b") == a
+    assert separator_with(eos_token="a") == a  # as T5's, which has no bos
+    assert separator_with(bos_token="b") == b
+    assert separator_with(unk_token="a") is None
+
+
+def test_content_hash_is_of_what_decides_the_ids(tokenizer_json, tokenizer_folder, tmp_path):
+    """Not of the name, the place or the padding; one merge less is another content."""
+    first = load_tokenizer(str(tokenizer_json)).content_sha256
+    content = json.loads(tokenizer_json.read_text())
+    for change in (
+        {
+            "padding": {
+                "strategy": {"Fixed": 9},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<eos>",
+            }
+        },
+    ):
+        (tmp_path / "same.json").write_text(json.dumps({**content, **change}))
+        assert load_tokenizer(str(tmp_path / "same.json")).content_sha256 == first
+    content["model"]["merges"].pop()
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    assert load_tokenizer(str(tmp_path / "other.json")).content_sha256 != first
+    assert ByteTokenizer().content_sha256 != first
+
+
+def test_tokenizer_that_is_not_fast_works():
+    from transformers import ByT5Tokenizer
+
+    slow = PretrainedTokenizer(ByT5Tokenizer(), "byt5")
+    assert slow.encode("naïve").tolist() == ByteTokenizer().encode("naïve").tolist()
+    assert slow.content_sha256 == PretrainedTokenizer(ByT5Tokenizer(), "again").content_sha256
+    assert slow.content_sha256 != PretrainedTokenizer(ByT5Tokenizer(extra_ids=1), "fewer").content_sha256
 
 
 def test_length_counts_added_tokens(tokenizer_json, bpe):
@@ -97,7 +144,7 @@ def test_truncation_padding_and_special_tokens_of_the_file_are_not_applied(tmp_p
     meddling.enable_padding(length=300)
     path = tmp_path / "meddling.json"
     meddling.save(str(path))
-    ids = [ids.tolist() for ids in load_tokenizer(str(path)).encode_documents(["a", PROBE])]
+    ids = [ids.tolist() for ids in load_tokenizer(str(path)).encode_batch([b"a", PROBE.encode()])]
     assert ids == [bpe.encode("a").ids, bpe.encode(PROBE).ids]
 
 

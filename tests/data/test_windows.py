@@ -1,22 +1,31 @@
 from __future__ import annotations
 
-from itertools import chain, islice
+import hashlib
+import threading
+from itertools import chain, count, islice
 
 import numpy as np
 import pytest
 import torch
 
-from mutransformer.data.tokenizer import ByteTokenizer
-from mutransformer.data.windows import InOrderLoader, TokenWindows, WindowLoader
+from mutransformer.data import windows as windows_file
+from mutransformer.data.windows import InOrderLoader, TokenStream, TokenWindows, WindowLoader
 from mutransformer.errors import ConfigError
 
 L = 4
 
 
+def stream_of(*shards, starts=None, n_bytes=0) -> TokenStream:
+    tokens = [np.array(shard, np.uint16) for shard in shards]
+    starts = [np.array(s, np.int64) for s in (starts or [[] for _ in shards])]
+    sha256 = hashlib.sha256(b"".join(map(bytes, tokens))).hexdigest()
+    return TokenStream(tokens, starts, n_bytes=n_bytes, sha256=sha256)
+
+
 def counting_windows(n_windows: int, n_extra_tokens: int = 0, sequence_len: int = L) -> TokenWindows:
     """Windows over the stream 0, 1, 2, ..., so that a token says where it was read."""
     n_tokens = n_windows * sequence_len + 1 + n_extra_tokens
-    return TokenWindows(np.arange(n_tokens, dtype=np.uint16), n_bytes=n_tokens, sequence_len=sequence_len)
+    return TokenWindows(stream_of(range(n_tokens), n_bytes=n_tokens), sequence_len)
 
 
 def window_numbers(batches) -> list[list[int]]:
@@ -38,53 +47,31 @@ def error_of(field: str, function, *args, **kwargs) -> str:
 # The stream and its windows
 
 
-def from_documents(documents, vocab_size=384, separator=1, sequence_len=L) -> TokenWindows:
-    return TokenWindows.from_documents(
-        documents, ByteTokenizer(), separator=separator, vocab_size=vocab_size, sequence_len=sequence_len
-    )
-
-
-def test_stream_has_a_separator_before_between_and_after_documents():
-    windows = from_documents(["ab", b"", "é"], separator=300, sequence_len=2)
-    assert windows.tokens.tolist() == [300, 100, 101, 300, 300, 0xC3 + 3, 0xA9 + 3, 300]
-    assert windows.n_bytes == 4
-    assert windows.bytes_per_token == 4 / 7
-
-
-@pytest.mark.parametrize("vocab_size, dtype", [(384, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)])
-def test_stream_is_as_narrow_as_the_vocabulary_allows(vocab_size, dtype):
-    windows = from_documents(["some text"], vocab_size=vocab_size, separator=vocab_size - 1)
-    assert windows.tokens.dtype == dtype
-    assert windows.tokens[0] == vocab_size - 1
-    assert windows[np.arange(2)].dtype == torch.int64
-
-
-def test_id_outside_the_vocabulary_is_refused():
-    error_of("data.vocab_size", from_documents, ["abz"], vocab_size=126, separator=126)
-    message = error_of("data.vocab_size", from_documents, ["abz"], vocab_size=125)
-    assert "125" in message and "at least 384" in message
-    assert from_documents(["abz"], vocab_size=126).tokens.max() == 125
+def test_bytes_per_token_counts_separators_as_tokens():
+    assert TokenWindows(stream_of(range(8), n_bytes=4), 2).bytes_per_token == 4 / 7
 
 
 @pytest.mark.parametrize("n_extra_tokens", range(L))
 def test_each_token_but_the_first_is_a_target_once(n_extra_tokens):
     windows = counting_windows(5, n_extra_tokens)
-    tokens = windows[np.arange(windows.n_windows)]
+    tokens = windows.batch(np.arange(windows.n_windows))["tokens"]
+    assert tokens.dtype == torch.int64
     assert tokens.shape == (5, L + 1)
     assert torch.equal(tokens[:, 1:].flatten(), torch.arange(1, 5 * L + 1))
     assert torch.equal(tokens[:, :-1] + 1, tokens[:, 1:])
+    assert windows.n_leftover_tokens == n_extra_tokens
     with pytest.raises(IndexError):
-        windows[np.array([5])]
+        windows.batch(np.array([5]))
 
 
 def test_windows_come_in_the_order_asked_for():
-    assert counting_windows(5)[np.array([3, 0])].tolist() == [[12, 13, 14, 15, 16], [0, 1, 2, 3, 4]]
+    assert counting_windows(5).batch(np.array([3, 0]))["tokens"].tolist() == [[12, 13, 14, 15, 16], [0, 1, 2, 3, 4]]
 
 
 def test_stream_shorter_than_a_window_is_refused():
-    message = error_of("data.sequence_len", TokenWindows, np.arange(4, dtype=np.uint16), 4, 4)
+    message = error_of("data.sequence_len", TokenWindows, stream_of(range(4)), 4)
     assert "use at most 3" in message
-    assert TokenWindows(np.arange(4, dtype=np.uint16), 4, 3).n_windows == 1
+    assert TokenWindows(stream_of(range(4)), 3).n_windows == 1
 
 
 # Training batches
@@ -196,10 +183,34 @@ def test_a_second_iterator_loses_nothing():
     assert window_numbers([next(unused)]) != expected[:1]  # it would go on in the next epoch
 
 
+def test_slow_disk_is_read_ahead_by_a_thread(monkeypatch):
+    """The same batches, one of them on its way while another is used; a fast disk needs no thread."""
+    windows, readers = counting_windows(40), []
+    expected = window_numbers(islice(endlessly(WindowLoader(windows, 5 * L)), 20))
+    read = TokenWindows.batch
+
+    def noted(self, indices):
+        readers.append(threading.current_thread() is threading.main_thread())
+        return read(self, indices)
+
+    monkeypatch.setattr(TokenWindows, "batch", noted)
+    monkeypatch.setattr(windows_file, "_disk_reads", lambda: 0)
+    assert window_numbers(WindowLoader(windows, 5 * L)) == expected[:8]
+    assert readers == [True] * 8
+    monkeypatch.setattr(windows_file, "_disk_reads", count().__next__)
+    readers.clear()
+    loader = WindowLoader(windows, 5 * L)
+    batches = window_numbers(islice(loader, 3))
+    state = loader.state_dict()
+    assert (state["epoch"], state["batch"]) == (0, 3)  # of what was given out, not of what was read
+    batches += window_numbers(islice(endlessly(loader), 17))
+    assert batches == expected
+    assert readers.count(True) == 4  # the first of each iterator
+
+
 def other_tokens(windows: TokenWindows) -> TokenWindows:
-    tokens = windows.tokens.copy()
-    tokens[-1] += 1
-    return TokenWindows(tokens, windows.n_bytes, windows.sequence_len)
+    (tokens,) = windows.stream.shards
+    return TokenWindows(stream_of([*tokens[:-1], 0]), windows.sequence_len)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from helpers import normal, small
 
 from mutransformer.model import attention as attention_room
-from mutransformer.model.attention import attention, attention_weights, plain_attention
+from mutransformer.model.attention import attention, attention_weights, plain_attention, visible_within
 from mutransformer.model.config import DecoderConfig
 
 D, K, L = 32, 8, 6
@@ -111,26 +111,30 @@ def test_attention_is_what_the_loops_say(activation, normalization, projection_b
 
 @N_KV_HEADS
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
-def test_fused_kernel_equals_the_plain_path_forward_and_backward(n_kv_head, dtype, tolerance, monkeypatch):
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_fused_kernel_equals_the_plain_path_forward_and_backward(
+    has_documents, n_kv_head, dtype, tolerance, monkeypatch
+):
     config = config_of(n_kv_head=n_kv_head)
+    visible = visible_within(torch.arange(2 * L).view(2, L) // 3) if has_documents else None
 
     def out_and_gradients():
         layer = {name: tensor.requires_grad_() for name, tensor in layer_of(config, dtype).items()}
         x = normal(2, L, D, seed=9).to(dtype).requires_grad_()
-        out = attention(x, layer, config, SCALE, rotary=None)
+        out = attention(x, layer, config, SCALE, None, visible)
         loss = (out * normal(2, L, D, seed=8).to(dtype)).sum()
         used = [tensor for name, tensor in layer.items() if "ff" not in name]
         return [out.detach(), *torch.autograd.grad(loss, [x, *used])]
 
     fused, calls = out_and_gradients(), []
 
-    def plain(q, k, v, is_causal, scale):
+    def plain(q, k, v, attn_mask, is_causal, scale):
         calls.append(is_causal)
-        return plain_attention(q, k, v, config, scale)
+        return plain_attention(q, k, v, config, scale, attn_mask)
 
     monkeypatch.setattr(attention_room.F, "scaled_dot_product_attention", plain)
     unfused = out_and_gradients()
-    assert calls == [True]
+    assert calls == [not has_documents]
     for ours, other in zip(fused, unfused, strict=True):
         # sums of at most 12 x 32 products, each result compared with its own size
         assert (ours - other).abs().max() <= tolerance * max(1.0, other.abs().max().item())

@@ -188,3 +188,46 @@ def test_compiled_decoder_gives_the_same_logits_and_gradients(settings):
 
     for plain, compiled in zip(run(None), run("aot_eager"), strict=True):
         assert close(plain, compiled)
+
+
+# Several documents in a row
+
+DOCUMENT_LENGTHS = (5, 1, 7, 3)
+ATTENTIONS = [
+    {},
+    {"n_kv_head": 1, "qk_norm": True},
+    {"rotary_base": 0.0},
+    {"attention_activation": "sqrelu", "attention_normalization": "sum"},
+    {"attention_activation": "elu", "attention_normalization": "causal_count"},
+]
+
+
+def packed(tokens_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions_BL, document_BL) of rows of documents of DOCUMENT_LENGTHS."""
+    positions_L = torch.cat([torch.arange(length) for length in DOCUMENT_LENGTHS])
+    document_L = torch.repeat_interleave(torch.arange(len(DOCUMENT_LENGTHS)), torch.tensor(DOCUMENT_LENGTHS))
+    return positions_L.expand(tokens_BL.shape), document_L.expand(tokens_BL.shape)
+
+
+@pytest.mark.parametrize("shape", ATTENTIONS, ids=str)
+def test_packed_documents_give_the_logits_of_each_alone(shape):
+    decoder = make_decoder(small(**shape))
+    tokens_BL = random_tokens(2, length=sum(DOCUMENT_LENGTHS))
+    positions_BL, document_BL = packed(tokens_BL)
+    together = decoder(tokens_BL, positions_BL, document_BL)
+    alone = torch.cat([decoder(part) for part in tokens_BL.split(DOCUMENT_LENGTHS, dim=1)], dim=1)
+    assert close(together, alone)
+    first = DOCUMENT_LENGTHS[0]
+    across = decoder(tokens_BL)
+    assert close(across[:, :first], alone[:, :first])
+    assert not close(across[:, first:], alone[:, first:])
+
+
+def test_gradients_do_not_cross_documents():
+    decoder = make_decoder(small())
+    tokens_BL = random_tokens(1, length=sum(DOCUMENT_LENGTHS))
+    tokens_BL = torch.where(packed(tokens_BL)[1] == 0, 0, tokens_BL.clamp_min(1))  # token 0 in the first document alone
+    logits = decoder(tokens_BL, *packed(tokens_BL))[:, DOCUMENT_LENGTHS[0] :]
+    logits.square().sum().backward()
+    assert decoder.embedding.grad[0].abs().max() == 0
+    assert decoder.embedding.grad.abs().max() > 0

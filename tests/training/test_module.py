@@ -256,3 +256,15 @@ def test_module_forward_is_the_decoders(tmp_path):
     module.configure_model()
     assert module(tokens).shape == (2, 8, VOCAB)
     assert torch.equal(module(tokens, torch.arange(8) + 3), module.decoder(tokens, torch.arange(8) + 3))
+
+
+def test_positions_in_a_batch_keep_attention_within_documents(tmp_path):
+    """The loss of a packed row is the sum over its documents; without positions it is another."""
+    module, batch = make_module(), random_batch(1)
+    module.configure_model()
+    tokens, cut = batch["tokens"], 5
+    positions = torch.cat([torch.arange(cut), torch.arange(tokens.shape[1] - 1 - cut)])[None]
+    together = module.loss_sum({**batch, "positions": positions})
+    alone = sum(module.loss_sum({"tokens": part}) for part in (tokens[:, : cut + 1], tokens[:, cut:]))
+    assert together.item() == pytest.approx(alone.item(), rel=1e-6)
+    assert module.loss_sum(batch).item() != pytest.approx(together.item(), rel=1e-4)
