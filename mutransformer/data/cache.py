@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mutransformer.data.manifest import FORMAT, MANIFEST, PROGRESS, Manifest, folder_name
-from mutransformer.data.source import LOCAL_SOURCES, Reading, SourceAbsent
+from mutransformer.data.source import Reading, SourceAbsent
 from mutransformer.data.storage import Folder, Lock, default_cache
 from mutransformer.data.tokenizer import Tokenizer
 from mutransformer.data.writer import CacheWriter, LostLock, Report
@@ -117,12 +117,8 @@ class CacheRequest:
         if len(found) == 1:
             print(f"{found[0][0]} is used: the source is not at hand ({absence})", file=sys.stderr)
             return found[0]
-        if not found and self.reading.source.dataset in LOCAL_SOURCES:
-            rule = "no file has this path or matches this glob"
-            remedy = "give a file's path, or a glob such as 'books/**/*.txt'"
-            raise ConfigError("data.data_files", typed["data_files"], rule, remedy) from absence
         if not found:
-            raise absence
+            raise absence.mistake or absence
         names = ", ".join(str(folder) for folder, _ in found)
         raise DataError(f"{absence}; several caches of it are there ({names}): delete all but one") from absence
 

@@ -83,9 +83,8 @@ def find_files(data_files: str | list[str] | None) -> list[File]:
             remedy = "give a file's path, or a glob such as 'books/**/*.txt'"
             if os.path.isdir(os.path.expanduser(pattern)):
                 raise ConfigError("data.data_files", pattern, "names a directory", remedy)
-            raise SourceAbsent(
-                str(ConfigError("data.data_files", pattern, "no file has this path or matches this glob", remedy))
-            )
+            mistake = ConfigError("data.data_files", pattern, "no file has this path or matches this glob", remedy)
+            raise SourceAbsent(str(mistake), mistake)
         for relative, path in matches:
             found.setdefault(path, relative)
     return [(relative, path) for path, relative in found.items()]

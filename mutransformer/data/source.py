@@ -30,7 +30,16 @@ BYTES_PER_BATCH = 2**22
 
 
 class SourceAbsent(DataError):
-    """The source cannot be reached from this machine, so it is not known whether it changed."""
+    """The source cannot be reached from this machine, so it is not known whether it changed.
+
+    Args:
+        message: what was looked for.
+        mistake: the user's, should there be no cache of the source either; None: there is none.
+    """
+
+    def __init__(self, message: str, mistake: ConfigError | None = None) -> None:
+        super().__init__(message)
+        self.mistake = mistake
 
 
 @dataclass(frozen=True, kw_only=True)
