@@ -15,6 +15,7 @@ from cli_runs import assert_same_state, in_own_process, last_checkpoint, tiny, w
 from mutransformer.cli import COMMANDS, main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+CHECKS = ("coordcheck", "transfer")  # their configs have options of the command's own
 LADDER = {"small": 128, "medium": 512, "large": 2048, "huge": 8192}
 
 
@@ -112,7 +113,17 @@ def test_precedence_is_command_line_then_later_file_then_earlier_file_then_base(
     assert shapes["w_ff_in"] == [2, 1536, 256]
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("command", CHECKS)
+def test_config_of_a_check_is_read_by_its_command(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--config", str(CONFIGS / f"{command}.yaml"), "--print_config"])
+    shown, written = (
+        yaml.safe_load(text) for text in (capsys.readouterr().out, (CONFIGS / f"{command}.yaml").read_text())
+    )
+    assert shown["widths"] == written["widths"] and shown["model"]["decoder"]["n_layer"] == 2
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml") if path.stem not in CHECKS))
 def test_config_file_instantiates(name, capsys):
     below = (
         [] if name in ("base.yaml", *(f"{size}.yaml" for size in LADDER)) else ["--config", str(CONFIGS / "small.yaml")]
