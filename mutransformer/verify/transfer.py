@@ -288,7 +288,7 @@ def judge_search(found: Sequence[Sweep], *, size_name: str, n_runs: int, warmup_
         warmup_steps: steps that "wider is better" leaves out.
     """
     ours, controls = found[0], found[1:]
-    findings = [_wider(ours, warmup_steps)]
+    findings = [_larger_is_better(ours, size_name, warmup_steps)]
     for control in controls:
         gap = difference(ours.loss[-1, 0], control.loss[-1, control.best[-1]])
         is_tuned = not control.is_at_edge(-1)
@@ -330,10 +330,10 @@ def _findings(sweep: Sweep, size_name: str, warmup_steps: int) -> dict[str, Find
     found = {
         name: Finding(name=f"{sweep.name}: {name}", passed=ok, reason=reason) for name, (ok, reason) in checks.items()
     }
-    return {**found, "wider": _wider(sweep, warmup_steps)}
+    return {**found, "larger": _larger_is_better(sweep, size_name, warmup_steps)}
 
 
-def _wider(sweep: Sweep, warmup_steps: int) -> Finding:
+def _larger_is_better(sweep: Sweep, size_name: str, warmup_steps: int) -> Finding:
     """Whether each size is at no step behind the next smaller one, at the smallest's best learning rate."""
     curves = [of_size[sweep.transferred] for of_size in sweep.curves]
     behind = [
@@ -342,7 +342,8 @@ def _wider(sweep: Sweep, warmup_steps: int) -> Finding:
         if (step := first_step_not_better(curves[i], curves[i + 1], warmup_steps)) is not None
     ]
     reason = "; ".join(behind) or "at every step after the warm-up"
-    return Finding(name=f"{sweep.name}: wider is better", passed=not behind, reason=reason)
+    word = "deeper" if size_name == "n_layer" else "wider"
+    return Finding(name=f"{sweep.name}: {word} is better", passed=not behind, reason=reason)
 
 
 def worth(ours: Sweep, control: Sweep) -> str:
