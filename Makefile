@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml
 fit: $(STAMP) ## Train the small model (ARGS="--trainer.max_steps=50" overrides its config)
 	$(BIN)/mutransformer fit --config configs/small.yaml $(ARGS)
 
-coordcheck: $(STAMP) ## Check that every tensor keeps its size as width grows: PASS or FAIL, about two minutes
+coordcheck: $(STAMP) ## Check that every tensor keeps its size as width grows: PASS or FAIL, about a minute
 	$(BIN)/mutransformer coordcheck --config configs/coordcheck.yaml $(ARGS)
 
 transfer: $(STAMP) ## Check that the best learning rate stays as width grows: PASS or FAIL, about an hour on two cores
