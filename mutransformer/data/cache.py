@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from mutransformer.data.manifest import FORMAT, MANIFEST, PROGRESS, Manifest, folder_name
-from mutransformer.data.source import Reading, SourceAbsent
+from mutransformer.data.reader import SourceAbsent
+from mutransformer.data.source import Reading
 from mutransformer.data.storage import Folder, Lock, default_cache
 from mutransformer.data.tokenizer import Tokenizer
 from mutransformer.data.writer import CacheWriter, LostLock, Report

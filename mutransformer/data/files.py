@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mutransformer.data.source import Reader, SourceAbsent
+from mutransformer.data.reader import Reader, SourceAbsent
 from mutransformer.errors import ConfigError, DataError
 
 _STDLIB_FILE = re.compile(r"(?!_sysconfigdata_).*\.py")  # that one is written where Python was built

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from mutransformer.data.cache import CacheRequest, caches, damages
 from mutransformer.data.manifest import MANIFEST, PROGRESS, Manifest, differences
-from mutransformer.data.source import SourceAbsent
+from mutransformer.data.reader import SourceAbsent
 from mutransformer.data.storage import Folder
 from mutransformer.errors import DataError
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mutransformer.data.files import find_files, sizes_and_times
-from mutransformer.data.source import Batch, Reader, SourceAbsent
+from mutransformer.data.reader import Batch, Reader, SourceAbsent
 from mutransformer.errors import ConfigError, DataError
 
 # Waits between attempts that make no progress. Each attempt is up to six requests of the hub's own client, 24 s.

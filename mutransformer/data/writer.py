@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mutransformer.data.manifest import MANIFEST, PROGRESS, Manifest, Shard, starts_file, tokens_file
-from mutransformer.data.source import Batch, Reader
+from mutransformer.data.reader import Batch, Reader
 from mutransformer.data.storage import Folder, Lock
 from mutransformer.data.tokenizer import Tokenizer
 from mutransformer.errors import ConfigError, DataError, Interrupted, SaveError

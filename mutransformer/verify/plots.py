@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from mutransformer.verify.coordcheck import Row, Series
+from mutransformer.verify.coordinates import Row, Series
 from mutransformer.verify.transfer import Sweep
 
 MARKERS = "osD^vP*X<>"

@@ -54,7 +54,7 @@ def small_shards(monkeypatch):
 @pytest.fixture
 def small_batches(monkeypatch):
     """A batch every four documents, so that a small corpus makes several shards."""
-    monkeypatch.setattr("mutransformer.data.source.DOCUMENTS_PER_BATCH", 4)
+    monkeypatch.setattr("mutransformer.data.reader.DOCUMENTS_PER_BATCH", 4)
 
 
 def content_of(folder) -> dict[str, bytes]:

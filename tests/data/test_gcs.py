@@ -44,7 +44,7 @@ def file_system():
 def remote(server, request, monkeypatch, tmp_path) -> str:
     monkeypatch.setenv("MUTRANSFORMER_CACHE", str(tmp_path / "local"))
     monkeypatch.setattr("mutransformer.data.writer.SHARD_TOKENS", 500)
-    monkeypatch.setattr("mutransformer.data.source.DOCUMENTS_PER_BATCH", 4)
+    monkeypatch.setattr("mutransformer.data.reader.DOCUMENTS_PER_BATCH", 4)
     monkeypatch.setattr(cache_file, "POLL_S", 0.05)
     return f"gs://bucket/{request.node.name}"
 

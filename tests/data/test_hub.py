@@ -12,7 +12,7 @@ from loopback_hub import LoopbackHub
 from own_process import OwnProcesses
 
 DATASET, MODEL = "datasets/owner/name", "models/owner/tokenizer"
-SMALL = {"mutransformer.data.writer:SHARD_TOKENS": 20_000, "mutransformer.data.source:DOCUMENTS_PER_BATCH": 50}
+SMALL = {"mutransformer.data.writer:SHARD_TOKENS": 20_000, "mutransformer.data.reader:DOCUMENTS_PER_BATCH": 50}
 N_ROWS = 300
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from own_process import OwnProcesses
 
-SMALL = {"mutransformer.data.writer:SHARD_TOKENS": 2000, "mutransformer.data.source:DOCUMENTS_PER_BATCH": 4}
+SMALL = {"mutransformer.data.writer:SHARD_TOKENS": 2000, "mutransformer.data.reader:DOCUMENTS_PER_BATCH": 4}
 N_FILES = 400
 
 

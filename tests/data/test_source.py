@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mutransformer.data import source as source_file
-from mutransformer.data.source import SourceAbsent, TextSource
+from mutransformer.data import reader as reader_file
+from mutransformer.data.reader import SourceAbsent
+from mutransformer.data.source import TextSource
 from mutransformer.errors import ConfigError
 
 
@@ -253,8 +254,8 @@ def test_reading_goes_on_from_any_batch(data, many_rows):
     source = TextSource(dataset=kind, data_files=str(many_rows[kind]), validation_fraction=0.3, max_documents=limit)
     (reading,) = source.readings()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_file, "DOCUMENTS_PER_BATCH", data.draw(st.integers(1, 20)))
-        patch.setattr(source_file, "BYTES_PER_BATCH", data.draw(st.integers(1, 300)))
+        patch.setattr(reader_file, "DOCUMENTS_PER_BATCH", data.draw(st.integers(1, 20)))
+        patch.setattr(reader_file, "BYTES_PER_BATCH", data.draw(st.integers(1, 300)))
         whole = list(reading.reader().batches({}))
         stop = data.draw(st.integers(0, len(whole) - 1))
         position = json.loads(json.dumps(whole[stop].position))  # as it is kept in a file
