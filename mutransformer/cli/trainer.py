@@ -155,6 +155,8 @@ class RunTrainer(Trainer):
             if value < least:
                 raise ConfigError(name, value, f"must be at least {least}", f"use {least}")
         options = {"n_jobs": jobs, "shard": _shard(shard), "loggers": self.study_loggers}
+        if not out:
+            raise ConfigError("out", out, "names no folder", "use runs/transfer")
         if search and axis is not None:
             raise ConfigError("axis", axis, "is not read by a search", "name the setting in search_space")
         if search:

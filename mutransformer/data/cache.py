@@ -221,13 +221,17 @@ def open_shards(folder: Folder, manifest: Manifest, split: str) -> tuple[list[np
     """Returns (tokens, document starts) of each shard of a split, mapped and not read."""
     shards = manifest.splits[split]
     _allow_open_files(2 * len(shards))
-    tokens = [np.load(os.path.join(folder.path, shard.files[0]), mmap_mode="r") for shard in shards]
+    tokens = [_open_array(folder, shard.files[0], is_mapped=True) for shard in shards]
     # an array of nothing cannot be mapped
-    starts = [
-        np.load(os.path.join(folder.path, shard.files[1]), mmap_mode="r" if shard.n_documents else None)
-        for shard in shards
-    ]
+    starts = [_open_array(folder, shard.files[1], is_mapped=shard.n_documents > 0) for shard in shards]
     return tokens, starts
+
+
+def _open_array(folder: Folder, name: str, *, is_mapped: bool) -> np.ndarray:
+    try:
+        return np.load(os.path.join(folder.path, name), mmap_mode="r" if is_mapped else None)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{folder}/{name} is damaged; delete the folder {folder}, and it is made anew") from error
 
 
 def _allow_open_files(n: int) -> None:

@@ -127,6 +127,8 @@ class Manifest:
             key = content.pop("key")
             shards = {split: [Shard(**shard) for shard in shards] for split, shards in content.pop("splits").items()}
             manifest = cls(splits=shards, **content)
+            if not shards or not all(isinstance(shard.n_tokens, int) for of in shards.values() for shard in of):
+                raise TypeError("splits without shards, or without numbers of tokens")
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder}/{name} is damaged ({error!r}); delete the folder {folder}") from error
         if manifest.key != key:

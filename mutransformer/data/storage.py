@@ -257,7 +257,8 @@ class Lock:
 
     def _is_dead(self, owner: dict[str, Any]) -> bool:
         if owner.get("host") == self._owner["host"]:
-            return _process_started(owner["pid"]) != owner["process_started"]
+            pid = owner.get("pid")
+            return not isinstance(pid, int) or _process_started(pid) != owner.get("process_started")
         beat = (owner.get("token"), owner.get("beat"))
         if beat != self._seen[0]:  # times are compared on this machine's clock alone
             self._seen = (beat, time.monotonic())

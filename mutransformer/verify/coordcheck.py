@@ -28,6 +28,8 @@ from mutransformer.verify.settings import (
     build_module,
     build_trainer,
     changed,
+    check_seeds,
+    check_writable,
     quiet,
     standard,
 )
@@ -157,6 +159,8 @@ def coordcheck(
         raise ConfigError("norms", sorted(unknown), "are not known", f"use some of {', '.join(NORMS)}")
     if not seeds:
         raise ConfigError("seeds", list(seeds), "names no seed", "use 1,2,3")
+    if out is not None:
+        check_writable("out", Path(out))
     rows: list[Row] = []
     found: list[Series] = []
     for name, maker in zip(names, (make, control), strict=True):
@@ -181,7 +185,6 @@ def coordcheck(
     if out is not None:
         from mutransformer.verify.plots import plot_coordinates  # matplotlib: only where it is needed
 
-        Path(out).mkdir(parents=True, exist_ok=True)
         write_rows(rows, Path(out) / "coordcheck.csv")
         plot_coordinates(rows, found, Path(out) / "coordcheck.png")
         verdict.save(Path(out) / "verdict.json")
@@ -189,7 +192,15 @@ def coordcheck(
 
 
 def coordcheck_of_settings(
-    settings: Settings, *, widths: Sequence[int], n_steps: int, control: bool, same_batch: bool, **options: Any
+    settings: Settings,
+    *,
+    widths: Sequence[int],
+    seeds: Sequence[int],
+    n_steps: int,
+    control: bool,
+    same_batch: bool,
+    out: str,
+    **options: Any,
 ) -> Verdict:
     """The coordinate check of a run's settings, as the command line gives them; other arguments as of `coordcheck`.
 
@@ -197,8 +208,10 @@ def coordcheck_of_settings(
         ConfigError: a width that cannot work; before anything is trained.
     """
     data = build_data(settings)
-    if n_steps < 1:
-        raise ConfigError("steps", n_steps, "must be at least 1", "use 10")
+    if not 1 <= n_steps <= 10_000:
+        raise ConfigError("steps", n_steps, "must lie in 1 to 10000", "use 10")
+    check_seeds(seeds)
+    build_trainer(settings, [])
     settings = changed(settings, {"trainer.max_steps": n_steps})
 
     def maker(base: Settings) -> Make:
@@ -215,12 +228,16 @@ def coordcheck_of_settings(
         drawn = itertools.islice(itertools.cycle(data.train_dataloader()), n_steps)
         return [next(drawn)] * n_steps if same_batch else drawn
 
+    makers = maker(settings), maker(standard(settings)) if control else None
+    data.setup("fit")
     return coordcheck(
-        maker(settings),
+        makers[0],
         batches,
-        control=maker(standard(settings)) if control else None,
+        control=makers[1],
         widths=widths,
+        seeds=seeds,
         same_batch=same_batch,
+        out=out,
         trainer=lambda callbacks: build_trainer(settings, callbacks),
         **options,
     )

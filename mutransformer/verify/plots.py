@@ -37,7 +37,8 @@ def plot_transfer(sweeps: Sequence[Sweep], size_name: str, target: Path) -> None
             loss = sweep.loss[i].mean(1)
             shown = np.where(np.isfinite(loss), loss, np.nan)
             panel.plot(sweep.exponents, shown, label=f"{size_name} {size}", **_style(i, len(sweep.sizes)))
-            panel.plot(sweep.exponents[sweep.best[i]], loss[sweep.best[i]], "o", ms=13, mfc="none", mec="black")
+            if np.isfinite(loss[sweep.best[i]]):
+                panel.plot(sweep.exponents[sweep.best[i]], loss[sweep.best[i]], "o", ms=13, mfc="none", mec="black")
         panel.set(title=sweep.name, xlabel="log2 learning rate")
         panel.grid(alpha=0.3)
         panel.legend()

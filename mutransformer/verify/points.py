@@ -33,7 +33,9 @@ from lightning.pytorch.callbacks import Callback
 
 import mutransformer
 from mutransformer.data.datamodule import TextDataModule
+from mutransformer.errors import ConfigError
 from mutransformer.training.callbacks import RunCheckpoint
+from mutransformer.training.checkpoint import load_plain
 from mutransformer.verify.settings import Settings, build_data, build_module, build_trainer, quiet
 
 # parts of the settings that change what a run computes; of the trainer's, these alone
@@ -147,6 +149,11 @@ def train(point: Point, data: TextDataModule, checkpoints: Path) -> Result:
     if 0 < every < n_steps:
         callbacks.append(RunCheckpoint(every, save_best=False, dirpath=str(checkpoints)))
     last = checkpoints / "last.ckpt"
+    if last.exists():
+        try:
+            load_plain(last)
+        except ConfigError:  # damaged: the point begins again
+            last.unlink()
     with quiet():
         module = build_module(settings, data.vocab_size)
         build_trainer(settings, callbacks).fit(module, datamodule=data, ckpt_path=last if last.exists() else None)
@@ -169,12 +176,15 @@ class Store:
         return self.folder / point.key
 
     def load(self, point: Point) -> Result | None:
-        """The point's result; None where it is not done."""
+        """The point's result; None where it is not done, or its files are damaged: it is then trained again."""
         folder = self.path(point)
         try:
-            done = json.loads((folder / "done.json").read_text())
-            return Result(**done["result"], losses=np.load(folder / "losses.npy"))
-        except FileNotFoundError:
+            done = json.loads((folder / "done.json").read_text())["result"]
+            losses = np.load(folder / "losses.npy")
+            if losses.ndim != 1 or losses.dtype != np.float32 or done["status"] not in ("done", "diverged"):
+                return None
+            return Result(status=done["status"], seconds=float(done["seconds"]), losses=losses)
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
             return None
 
     def save(self, point: Point, result: Result) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from mutransformer.data.datamodule import TextDataModule
+from mutransformer.errors import ConfigError
 from mutransformer.mup.config import ParametrizationConfig
 from mutransformer.training.checkpoint import AtomicCheckpointIO
 from mutransformer.training.module import LINKED_SETTINGS, NOT_FOR_TRAINER, DecoderModule
@@ -66,6 +69,25 @@ def changed(settings: Settings, changes: Changes) -> dict[str, Any]:
     return result
 
 
+def check_writable(field: str, folder: Path) -> None:
+    """Makes the folder; raises ConfigError where it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        rule = f"cannot be written to ({error.strerror})"
+        raise ConfigError(field, str(folder), rule, "give a folder of yours") from error
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raises ConfigError for seeds that are missing, repeated, or not seeds."""
+    if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**32 for seed in seeds):
+        raise ConfigError(
+            "seeds", list(seeds), "must be one or more numbers from 0 to 2^32 - 1, each once", "use 1,2,3"
+        )
+
+
 def value_at(settings: Settings, key: str) -> Any:
     """The value at a dotted key."""
     for part in key.split("."):
@@ -104,8 +126,10 @@ def build_trainer(settings: Settings, callbacks: Sequence[Callback]) -> Trainer:
         "plugins": [AtomicCheckpointIO()],
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
     }
-    if settings["trainer"]["devices"] == "auto":
-        own["devices"] = 1  # several would be one run of several processes, each of which would be the whole study
+    if (devices := settings["trainer"]["devices"]) not in ("auto", 1, "1"):
+        # several would be one run of several processes, each of which would be the whole study
+        raise ConfigError("trainer.devices", devices, "a run of a study has one", "use 1, with --jobs or --shard")
+    own["devices"] = 1
     engine = {name: value for name, value in settings["trainer"].items() if name not in NOT_FOR_TRAINER}
     with quiet():
         return Trainer(**{**engine, **own})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import signal
 import sys
@@ -16,10 +17,19 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
+from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import CheckFailed, Interrupted
 from mutransformer.verify.points import Point, Result, Store, run, write_whole
 from mutransformer.verify.search import Space, constants, finalists, search_points, write_best
-from mutransformer.verify.settings import LEARNING_RATE, Settings, build_data, build_module, changed
+from mutransformer.verify.settings import (
+    LEARNING_RATE,
+    Settings,
+    build_data,
+    build_module,
+    build_trainer,
+    changed,
+    check_writable,
+)
 from mutransformer.verify.transfer import Grid, Sweep, fixed_settings_that_vary, judge_search, judge_transfer, sweeps
 from mutransformer.verify.verdict import Verdict, table
 
@@ -52,9 +62,7 @@ def transfer(
     """
     points = grid.points(settings)
     warnings = fixed_settings_that_vary(points)
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    results = run_points(points, folder, "transfer.csv", n_jobs=n_jobs, shard=shard)
+    results = run_points(points, folder, "transfer.csv", n_jobs=n_jobs, shard=shard, warnings=warnings)
     if len(results) < len(points):
         print(f"{len(results)} of {len(points)} points are in {folder}: the verdict needs all")
         return None
@@ -102,16 +110,25 @@ def _finish(
 
 
 def run_points(
-    points: Sequence[Point], folder: Path, table_name: str, *, n_jobs: int, shard: tuple[int, int]
+    points: Sequence[Point],
+    folder: Path,
+    table_name: str,
+    *,
+    n_jobs: int,
+    shard: tuple[int, int],
+    warnings: Sequence[str] = (),
 ) -> dict[str, Result]:
     """Trains this shard's points that are not done; returns all results in the folder, by the points' keys."""
-    vocab_size = build_data(points[0].settings).vocab_size
-    for point in points:
-        build_module(point.settings, vocab_size)  # a plan, no weights: refuses what cannot work
     index, count = shard
     mine, store = points[index - 1 :: count], Store(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     results = {point.key: result for point in points if (result := store.load(point)) is not None}
+    if any(point.key not in results for point in points):
+        _check(points)
+        check_writable("out", folder)
+        for name in ("verdict.json", "transfer.png", "wider.png"):  # of a study that had fewer points
+            (folder / name).unlink(missing_ok=True)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     progress = _Progress(sum(point.key not in results for point in mine))
 
     def on_result(point: Point, result: Result) -> None:
@@ -130,6 +147,19 @@ def run_points(
     if n_failed := sum(result.status == "failed" for result in results.values()):
         raise CheckFailed(f"{n_failed} points failed, see {folder / table_name}; the same command tries them again")
     return results
+
+
+def _check(points: Sequence[Point]) -> None:
+    """Raises ConfigError for a point that cannot work, before any is trained; makes the token caches on the way."""
+    opened: dict[str, TextDataModule] = {}
+    for point in points:
+        build_trainer(point.settings, [])
+        shared = {name: value for name, value in point.settings["data"].items() if name != "shuffle_seed"}
+        key = json.dumps(shared, sort_keys=True)
+        if key not in opened:
+            opened[key] = build_data(point.settings)
+            opened[key].setup("fit")
+        build_module(point.settings, opened[key].vocab_size)  # a plan, no weights
 
 
 class _Progress:
@@ -252,6 +282,8 @@ def search(
         sum(results[point.key].final_loss() for point in last[i : i + len(seeds)]) / len(seeds)
         for i in range(0, len(last), len(seeds))
     ]
+    if math.isinf(min(means)):
+        raise CheckFailed(f"every draw diverged, see {folder / 'search.csv'}: lower the bounds of search_space")
     best = constants(last[means.index(min(means)) * len(seeds)])
     remark = f"best of {n} draws at d_model {width}: {min(means):.4f} nats a token, {len(seeds)} seeds, longer runs"
     write_best(best, folder / "best.yaml", remark)

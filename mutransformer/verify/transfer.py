@@ -17,7 +17,7 @@ import numpy as np
 
 from mutransformer.errors import ConfigError
 from mutransformer.verify.points import Point, Result
-from mutransformer.verify.settings import DEPTH, LEARNING_RATE, SEED, WIDTH, Settings, changed, value_at
+from mutransformer.verify.settings import DEPTH, LEARNING_RATE, SEED, WIDTH, Settings, changed, check_seeds, value_at
 from mutransformer.verify.verdict import Estimate, Finding, Verdict, parabola_minimum
 
 MAX_DRIFT_OCTAVES = 1.0
@@ -68,8 +68,12 @@ class Grid:
         if not len(self.log2_learning_rates) or (steps <= 0).any() or not np.allclose(steps, steps[:1]):
             rule = "must be equally spaced and ascending"
             raise ConfigError("log2_learning_rates", list(self.log2_learning_rates), rule, "write [-9,-8,-7,-6]")
+        if not all(abs(exponent) <= 100 for exponent in self.log2_learning_rates):
+            rule = "are exponents of two, from -100 to 100"
+            raise ConfigError("log2_learning_rates", list(self.log2_learning_rates), rule, "write [-9,-8,-7,-6]")
+        check_seeds(self.seeds)
         others = dict([self.axis]) if self.axis else {}
-        for name, values in {"widths": self.widths, "seeds": self.seeds, **others}.items():
+        for name, values in {"widths": self.widths, **others}.items():
             if not values or len(set(values)) < len(values):
                 raise ConfigError(name, list(values), "must be one or more values, each once", "leave out the repeated")
         if self.size_key == WIDTH and (len(self.widths) < 2 or sorted(self.widths) != list(self.widths)):
@@ -93,6 +97,9 @@ class Grid:
             raise ConfigError("compare", main, "is what the config runs itself", "use null, or other rules")
         variants = [(main, settings), *([self.control] if self.control else [])]
         found = [point for variant, base in variants for point in self._of(variant, base)]
+        if len({point.key for point in found}) < len(found):
+            field, value = ("axis", self.axis[0]) if self.axis else ("compare", self.control and self.control[0])
+            raise ConfigError(field, value, "changes nothing that a run computes", "name a setting that does")
         return sorted(found, key=lambda point: -point.changes[WIDTH] * point.changes.get(DEPTH, 1))
 
     def _of(self, variant: str, base: Settings) -> list[Point]:

@@ -381,6 +381,10 @@ def test_real_batches_are_recorded_without_changes(tmp_path, corpus):
         ("--seeds=[]", "seeds"),
         ("--norms=[sum]", "norms"),
         ("--steps=0", "steps"),
+        ("--steps=1000000000000", "steps"),
+        ("--seeds=[1,1]", "seeds"),
+        ("--trainer.devices=2", "trainer.devices"),
+        ("--data.data_files=/nowhere/*.txt", "data.data_files"),
     ],
 )
 def test_mistakes_end_before_any_work(tmp_path, corpus, capsys, option, field):

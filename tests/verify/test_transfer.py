@@ -368,6 +368,60 @@ def children_of(pid):
     return sorted(found)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("done.json", b'{"variant": "mu'),
+        ("done.json", b"null"),
+        ("done.json", b'{"result": {"status": "done", "seconds": "x"}}'),
+        ("losses.npy", b""),
+        ("losses.npy", b"garbage"),
+    ],
+)
+def test_damaged_point_is_trained_again(tmp_path, corpus, capsys, name, content):
+    out = tmp_path / "out"
+    main(command(corpus, out, seeds="[1]"))
+    whole = without_times(table_of(out))
+    next(out.glob(f"points/*/{name}")).write_bytes(content)
+    capsys.readouterr()
+    main(command(corpus, out, seeds="[1]"))
+    assert "[1/1" in capsys.readouterr().out
+    assert without_times(table_of(out)) == whole
+
+
+def test_damaged_checkpoint_of_a_point_is_no_obstacle(tmp_path, corpus):
+    options = {"checkpoint.every_n_steps": 5, "log2_learning_rates": "[-6]", "seeds": "[1]"}
+    out, again = tmp_path / "out", tmp_path / "again"
+    main(command(corpus, out, **options))
+    for point in out.glob("points/*"):
+        folder = again / "points" / point.name / "checkpoints"
+        folder.mkdir(parents=True)
+        (folder / "last.ckpt").write_text("junk")
+    main(command(corpus, again, **options))
+    assert without_times(table_of(again)) == without_times(table_of(out))
+
+
+def test_search_in_which_all_diverge_says_so(tmp_path, corpus, capsys):
+    space = "{model.optimizer.learning_rate: [1.0e+30, 1.0e+38]}"
+    assert main(command(corpus, tmp_path / "out", search=2, search_space=space)) == 1
+    assert "every draw diverged" in capsys.readouterr().err
+
+
+def test_verdict_of_a_smaller_study_does_not_outlive_it(tmp_path, corpus, monkeypatch):
+    from mutransformer.verify import points
+
+    out = tmp_path / "out"
+    main(command(corpus, out, seeds="[1]"))
+    assert (out / "verdict.json").exists()
+
+    def fails(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(points, "train", fails)
+    assert main(command(corpus, out, seeds="[1,2]")) == 1
+    assert not (out / "verdict.json").exists()
+
+
 def test_diverged_point_is_a_row(tmp_path, corpus):
     out = tmp_path / "out"
     options = {"log2_learning_rates": "[-6,125]", "trainer.max_steps": 45, "widths": "[8,16]", "seeds": "[1]"}
@@ -478,6 +532,17 @@ def test_search_writes_a_config_that_reproduces_its_best(tmp_path, corpus, capsy
         ({"log2_learning_rates": "[]"}, "log2_learning_rates"),
         ({"log2_learning_rates": "[-6,-4,-3]"}, "log2_learning_rates"),
         ({"search": -1}, "search"),
+        ({"seeds": "[-1]"}, "seeds"),
+        ({"seeds": "[4294967296]"}, "seeds"),
+        ({"log2_learning_rates": "[2000]"}, "log2_learning_rates"),
+        ({"axis": "jobs=1,2"}, "axis"),
+        ({"axis": "data.sequence_len=16,7"}, "data.tokens_per_batch"),
+        ({"axis": "data.tokenizer=bytes,/nowhere"}, "tokenizer"),
+        ({"compare": "model.decoder.d_model=64"}, "compare"),
+        ({"data.data_files": "/nowhere/*.txt"}, "data.data_files"),
+        ({"trainer.devices": 2}, "trainer.devices"),
+        ({"out": ""}, "out"),
+        ({"out": "/proc/nowhere"}, "out"),
         ({"search": 2, "search_space": "{model.optimizer.learning_rate: [1, 0.1]}"}, "search_space"),
         ({"search": 2, "search_space": "{model.parametrization.qk_scale: [0.1, 1]}"}, "search_space"),
         ({"search": 2, "search_space": "{model.optimizer.learning_rates: [0.1, 1]}"}, "learning_rate"),
@@ -485,7 +550,8 @@ def test_search_writes_a_config_that_reproduces_its_best(tmp_path, corpus, capsy
 )
 def test_mistakes_end_before_any_work(tmp_path, corpus, capsys, changes, named):
     out = tmp_path / "out"
-    assert main(command(corpus, out, **changes)) == 2
+    options = {"to": out, **{("to" if key == "out" else key): value for key, value in changes.items()}}
+    assert main(command(corpus, options.pop("to"), **options)) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1, error
     assert not out.exists()
