@@ -26,10 +26,11 @@ def test_mup_transfers_and_sp_does_not(tmp_path):
         "--jobs=2",
         f"--out={tmp_path}",
     ]
-    code = main(["transfer", *options])
+    main(["transfer", *options])  # so short a run need not pass: noise is a tenth of what so little width gains
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     found = {finding["name"]: finding["passed"] for finding in verdict["findings"]}
-    mup, sp = (sweep["drift_octaves"]["mean"] for sweep in verdict["figures"]["sweeps"])
-    assert found["mup: drift"] and found["mup: regret"] and found["control sp fails"], verdict["findings"]
-    assert sp < -1 < mup < 1
-    assert code in (0, 1)  # so short a run may have a step at which the wider model is behind
+    assert found["mup: grid"] and found["mup: drift"] and found["control sp fails"], verdict["findings"]
+    mup, sp = verdict["figures"]["sweeps"]
+    assert sp["drift_octaves"]["mean"] < -1 < mup["drift_octaves"]["mean"] < 1
+    mup_regret, sp_regret = (sweep["sizes"][-1]["regret_nats"]["mean"] for sweep in (mup, sp))
+    assert mup_regret < sp_regret / 2
