@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from mutransformer.model.config import DecoderConfig
+from mutransformer.model.layers import Layer
+from mutransformer.model.linear import contract, linear
 from mutransformer.model.norm import rms_norm
 from mutransformer.model.rotary import rotate
 from mutransformer.model.tap import is_recording, tap
-
-Layer = Mapping[str, torch.Tensor]
 
 MASKED = -1e30
 
@@ -29,7 +29,7 @@ def causal_scores(q_BHLK: torch.Tensor, k_BHMK: torch.Tensor, scale: float) -> t
         scores_BHLM.
     """
     wide = torch.promote_types(q_BHLK.dtype, torch.float32)
-    return (q_BHLK.to(wide) @ k_BHMK.to(wide).transpose(-1, -2)) * scale
+    return contract("bhlk,bhmk->bhlm", q_BHLK.to(wide), k_BHMK.to(wide)) * scale
 
 
 def visible_within(document_BL: torch.Tensor) -> torch.Tensor:
@@ -86,14 +86,36 @@ def plain_attention(
     Returns:
         out_BHLK in v's dtype; scores and weights in float32 or wider.
     """
-    weights = attention_weights(causal_scores(q_BHLK, k_BHMK, scale), config, visible)
-    return (weights @ v_BHMK.to(weights.dtype)).to(v_BHMK.dtype)
+    scores = tap("scores", causal_scores(q_BHLK, k_BHMK, scale))
+    weights = tap("weights", attention_weights(scores, config, visible))
+    return contract("bhlm,bhmk->bhlk", weights, v_BHMK.to(weights.dtype)).to(v_BHMK.dtype)
+
+
+def fused_attention(
+    q_BHLK: torch.Tensor,
+    k_BHMK: torch.Tensor,
+    v_BHMK: torch.Tensor,
+    config: DecoderConfig,
+    scale: float,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention by torch's fused kernel, which never holds the scores; as `plain_attention` otherwise."""
+    if is_recording():
+        with torch.no_grad():
+            scores = causal_scores(q_BHLK, k_BHMK, scale)
+            tap("scores", scores)
+            tap("weights", attention_weights(scores, config, visible))
+    return F.scaled_dot_product_attention(
+        q_BHLK, k_BHMK, v_BHMK, attn_mask=visible, is_causal=visible is None, scale=scale
+    )
 
 
 def _repeat_heads(x_BGLK: torch.Tensor, n_head: int) -> torch.Tensor:
     """Gives each query head its key/value head: x_BGLK -> out_BHLK."""
     n_kv_head = x_BGLK.shape[1]
-    return x_BGLK if n_kv_head == n_head else x_BGLK.repeat_interleave(n_head // n_kv_head, dim=1)
+    if n_kv_head == n_head:
+        return x_BGLK
+    return x_BGLK.unsqueeze(2).expand(-1, -1, n_head // n_kv_head, -1, -1).flatten(1, 2)
 
 
 def attention(
@@ -116,40 +138,25 @@ def attention(
     Returns:
         out_BLD, same dtype.
     """
-    batch, length, _ = x_BLD.shape
+    x_BLD = tap("attention_input", x_BLD)
 
     def project(name: str) -> torch.Tensor:
-        weight, bias = layer[f"w_{name}"], layer.get(f"b_{name}")
-        heads = F.linear(x_BLD, weight.flatten(0, 1), None if bias is None else bias.flatten())
-        return heads.view(batch, length, -1, config.d_head).transpose(1, 2)
+        heads = linear(x_BLD, layer[f"w_{name}"], layer.get(f"b_{name}"))
+        return tap(name, heads.transpose(1, 2))
 
-    tap("attention_input", x_BLD)
     q_BHLK, k_BGLK, v_BGLK = project("query"), project("key"), project("value")
-    tap("query", q_BHLK)
-    tap("key", k_BGLK)
-    tap("value", v_BGLK)
     if config.qk_norm:
         q_BHLK = rms_norm(q_BHLK, config.norm_eps, layer.get("gain_query"))
         k_BGLK = rms_norm(k_BGLK, config.norm_eps, layer.get("gain_key"))
     if rotary is not None:
-        q_BHLK, k_BGLK = rotate(q_BHLK, rotary), rotate(k_BGLK, rotary)
-        tap("query_rotated", q_BHLK)
-        tap("key_rotated", k_BGLK)
+        q_BHLK = tap("query_rotated", rotate(q_BHLK, rotary))
+        k_BGLK = tap("key_rotated", rotate(k_BGLK, rotary))
     k_BHLK, v_BHLK = _repeat_heads(k_BGLK, config.n_head), _repeat_heads(v_BGLK, config.n_head)
-    if is_recording():
-        with torch.no_grad():
-            scores = causal_scores(q_BHLK, k_BHLK, scale)
-            tap("scores", scores)
-            tap("weights", attention_weights(scores, config, visible))
-    if config.attention_activation == "softmax":
-        out_BHLK = F.scaled_dot_product_attention(
-            q_BHLK, k_BHLK, v_BHLK, attn_mask=visible, is_causal=visible is None, scale=scale
-        )
-    else:
-        out_BHLK = plain_attention(q_BHLK, k_BHLK, v_BHLK, config, scale, visible)
-    tap("attention_mixed", out_BHLK)
-    out_BLD = F.linear(
-        out_BHLK.transpose(1, 2).flatten(2), layer["w_attention_out"].flatten(1), layer.get("b_attention_out")
+    # on XLA the kernel would be taken apart, with a softmax in the compute dtype
+    is_fused = config.attention_activation == "softmax" and x_BLD.device.type != "xla"
+    attend = fused_attention if is_fused else plain_attention
+    out_BHLK = tap("attention_mixed", attend(q_BHLK, k_BHLK, v_BHLK, config, scale, visible))
+    out_BLD = linear(
+        out_BHLK.transpose(1, 2), layer["w_attention_out"], layer.get("b_attention_out"), n_summed=2
     )
-    tap("attention_output", out_BLD)
-    return out_BLD
+    return tap("attention_output", out_BLD)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from mutransformer.model.attention import attention, visible_within
+from mutransformer.model.axes import mark
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.feedforward import feedforward
+from mutransformer.model.layers import Layer, loop_layers
+from mutransformer.model.linear import linear
 from mutransformer.model.norm import rms_norm
 from mutransformer.model.rotary import rotary_table
 from mutransformer.model.tap import tap
@@ -24,7 +29,9 @@ class Decoder(nn.Module):
     Shapes:
         tokens_BL int64 -> logits_BLV in the compute dtype
     Attributes:
+        axes: name of a parameter -> the logical axis of each dimension.
         compute_dtype: dtype that parameters are cast to at use (masters keep theirs); None: the masters' own.
+        run_layers: (block, x_BLD, stacked tensors, shared tensors) -> x_BLD; an engine may put its own here.
     """
 
     def __init__(self, config: DecoderConfig, plan: Plan) -> None:
@@ -35,7 +42,8 @@ class Decoder(nn.Module):
         self.residual_multiplier = plan.residual_multiplier
         self.qk_scale = plan.qk_scale
         self.compute_dtype: torch.dtype | None = None
-        self._stacked = tuple(row.name for row in plan.rows if row.axes[0] == "layers")
+        self.run_layers = partial(loop_layers, remat=config.remat)
+        self.axes = {row.name: row.axes for row in plan.rows}
         for row in plan.rows:
             self.register_parameter(row.name, nn.Parameter(torch.empty(row.shape)))
 
@@ -57,40 +65,51 @@ class Decoder(nn.Module):
         config = self.config
         embedding_VD = self.get_parameter("embedding")
         dtype = self.compute_dtype or embedding_VD.dtype
+        weights = {
+            name: mark(self.get_parameter(name).to(dtype), axes)
+            for name, axes in self.axes.items()
+            if name != "embedding" or config.tie_embeddings
+        }
 
+        # rows are cast when looked up, so that gradients of a token's many occurrences add up in the masters' dtype
         x_BLD = _times(F.embedding(tokens_BL, embedding_VD).to(dtype), self.embedding_multiplier)
         if config.embedding_norm:
-            x_BLD = self._norm(x_BLD, "gain_embedding")
-        tap("embedding", x_BLD)
+            x_BLD = rms_norm(x_BLD, config.norm_eps, weights.get("gain_embedding"))
+        x_BLD = tap("embedding", x_BLD)
 
-        rotary = None
+        shared = {}
         if config.rotary_base:
             if positions is None:
                 positions = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-            rotary = rotary_table(positions, config.d_head, config.rotary_base, dtype)
+            shared["rotary"] = rotary_table(positions, config.d_head, config.rotary_base, dtype)
+        if document_BL is not None:
+            shared["document"] = document_BL
+        stacked = {name: weights[name] for name, axes in self.axes.items() if axes[0] == "layers"}
+        x_BLD = self.run_layers(self.block, x_BLD, stacked, shared)
 
-        visible = None if document_BL is None else visible_within(document_BL)
-        stacked = {name: self.get_parameter(name).to(dtype).unbind(0) for name in self._stacked}
-        for i in range(config.n_layer):
-            layer = {name: slices[i] for name, slices in stacked.items()}
-            normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_attention"))
-            x_BLD = x_BLD + _times(
-                attention(normed_BLD, layer, config, self.qk_scale, rotary, visible), self.residual_multiplier
-            )
-            normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_feedforward"))
-            x_BLD = x_BLD + _times(feedforward(normed_BLD, layer, config), self.residual_multiplier)
-            tap("residual", x_BLD)
+        x_BLD = rms_norm(x_BLD, config.norm_eps, weights.get("gain_final"))
+        unembedding_VD = weights["embedding" if config.tie_embeddings else "unembedding"]
+        logits_BLV = linear(_times(x_BLD, self.logits_multiplier), unembedding_VD, weights.get("b_unembedding"))
+        return tap("logits", logits_BLV)
 
-        x_BLD = _times(self._norm(x_BLD, "gain_final"), self.logits_multiplier)
-        unembedding_VD = embedding_VD if config.tie_embeddings else self.get_parameter("unembedding")
-        bias_V = self.get_parameter("b_unembedding").to(dtype) if config.projection_biases else None
-        logits_BLV = F.linear(x_BLD, unembedding_VD.to(dtype), bias_V)
-        tap("logits", logits_BLV)
-        return logits_BLV
+    def block(self, x_BLD: torch.Tensor, layer: Layer, shared: Layer) -> torch.Tensor:
+        """One layer: attention and feed-forward, each normalized before and added to the residual stream.
 
-    def _norm(self, x_BLD: torch.Tensor, gain: str) -> torch.Tensor:
-        has_gain = self.config.norm_gains != "none"
-        return rms_norm(x_BLD, self.config.norm_eps, self.get_parameter(gain).to(x_BLD.dtype) if has_gain else None)
+        Args:
+            x_BLD: residual stream.
+            layer: this layer's tensors by name, in x's dtype.
+            shared: `rotary`, from `rotary_table`, and `document`_BL, each if there is one.
+        Returns:
+            x_BLD, same dtype.
+        """
+        config, rotary = self.config, shared.get("rotary")
+        visible = visible_within(shared["document"]) if "document" in shared else None
+        normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_attention"))
+        mixed_BLD = attention(normed_BLD, layer, config, self.qk_scale, rotary, visible)
+        x_BLD = x_BLD + _times(mixed_BLD, self.residual_multiplier)
+        normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_feedforward"))
+        x_BLD = x_BLD + _times(feedforward(normed_BLD, layer, config), self.residual_multiplier)
+        return tap("residual", x_BLD)
 
 
 def _times(x: torch.Tensor, factor: float) -> torch.Tensor:

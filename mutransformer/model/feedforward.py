@@ -8,8 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from mutransformer.model.attention import Layer
 from mutransformer.model.config import DecoderConfig
+from mutransformer.model.layers import Layer
+from mutransformer.model.linear import linear
 from mutransformer.model.tap import tap
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -45,16 +46,12 @@ def feedforward(x_BLD: torch.Tensor, layer: Layer, config: DecoderConfig) -> tor
     Returns:
         out_BLD, same dtype.
     """
-    tap("feedforward_input", x_BLD)
-    hidden_BLF = F.linear(x_BLD, layer["w_ff_in"], layer.get("b_ff_in"))
-    tap("feedforward_hidden", hidden_BLF)
+    x_BLD = tap("feedforward_input", x_BLD)
+    hidden_BLF = tap("feedforward_hidden", linear(x_BLD, layer["w_ff_in"], layer.get("b_ff_in")))
     if config.activation == "swiglu":
-        gate_BLF = F.linear(x_BLD, layer["w_ff_gate"], layer.get("b_ff_gate"))
-        tap("feedforward_gate", gate_BLF)
+        gate_BLF = tap("feedforward_gate", linear(x_BLD, layer["w_ff_gate"], layer.get("b_ff_gate")))
         active_BLF = F.silu(gate_BLF) * hidden_BLF
     else:
         active_BLF = ACTIVATIONS[config.activation](hidden_BLF)
-    tap("feedforward_activation", active_BLF)
-    out_BLD = F.linear(active_BLF, layer["w_ff_out"], layer.get("b_ff_out"))
-    tap("feedforward_output", out_BLD)
-    return out_BLD
+    active_BLF = tap("feedforward_activation", active_BLF)
+    return tap("feedforward_output", linear(active_BLF, layer["w_ff_out"], layer.get("b_ff_out")))

@@ -1,6 +1,6 @@
-"""`tap(name, tensor)`: lets a check or a profile see a tensor inside the forward pass; does nothing unless asked.
+"""`tap(name, tensor)`: the named points of the forward pass, where a check looks and an engine shards.
 
-The recorder gets a detached tensor, so a recorded step computes the same bits as one that is not.
+A recorder gets a detached tensor, so a recorded step computes the same bits as one that is not.
 """
 
 from __future__ import annotations
@@ -10,15 +10,25 @@ from contextlib import contextmanager
 
 import torch
 
+from mutransformer.model.axes import ACTIVATIONS, mark
+
 Recorder = Callable[[str, torch.Tensor], None]
 
 _recorder: Recorder | None = None
 
 
-def tap(name: str, tensor: torch.Tensor) -> None:
-    """Hands `tensor` to the recorder, once a layer in order of depth for tensors inside a block."""
+def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, marked with its logical axes; also handed to the recorder if there is one.
+
+    Args:
+        name: a key of `axes.ACTIVATIONS`; once a layer in order of depth for tensors inside a block.
+        tensor: the activation.
+    Returns:
+        The tensor to go on with.
+    """
     if _recorder is not None:
         _recorder(name, tensor.detach())
+    return mark(tensor, ACTIVATIONS[name])
 
 
 def is_recording() -> bool:

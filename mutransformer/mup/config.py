@@ -142,6 +142,8 @@ class OptimizerConfig:
         decay: `independent` takes weight_decay times the schedule off a weight in each step, whatever the learning
             rate; `coupled` takes learning rate times weight_decay, as torch does.
         scale_eps: multiply eps by the same width factor as the learning rate.
+        first_moment: how the first moment is kept (adamw, lion): in the dtype of the weights (`same`) or in `bfloat16`, for
+            half its memory; the update is computed in the weights' dtype.
     """
 
     algorithm: Literal["adamw", "lion", "sgd"] = "adamw"
@@ -153,6 +155,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     decay: Literal["independent", "coupled"] = "independent"
     scale_eps: bool = False
+    first_moment: Literal["same", "bfloat16"] = "same"
 
     def __post_init__(self) -> None:
         section = "model.optimizer"

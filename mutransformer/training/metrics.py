@@ -23,9 +23,9 @@ class TokenMean(Metric):
         self.add_state("n_targets", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, loss_sum: torch.Tensor, n_targets: torch.Tensor | int) -> None:
-        """Adds a batch: sum of its losses in nats, number of its targets that count."""
-        self.loss_sum += loss_sum
-        self.n_targets += n_targets
+        """Adds a batch: sum of its losses in nats, number of its targets that count; from any device."""
+        self.loss_sum += loss_sum.to(self.loss_sum.device)
+        self.n_targets += n_targets if isinstance(n_targets, int) else n_targets.to(self.n_targets.device)
 
     def compute(self) -> torch.Tensor:
         """Nats a target token, a float64 scalar."""

@@ -173,12 +173,19 @@ class DecoderModule(LightningModule):
         cast(LambdaLR, self.lr_schedulers()).step()
         return {"loss": torch.stack(loss_sums).sum() / n_targets, "grad_norm": grad_norm}
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """Sum of the losses and number of targets, which are added up once the step is sent to the device."""
         n_targets, _ = _counts(batch)
-        self.val_loss.update(self.loss_sum(batch), n_targets)
+        return {"loss_sum": self.loss_sum(batch), "n_targets": n_targets}
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
+    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return self.validation_step(batch, batch_idx)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.val_loss.update(**outputs)
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.val_loss.update(**outputs)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """The plan's groups, each named after its parameter, and the schedule that multiplies them all."""

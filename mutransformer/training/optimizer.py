@@ -10,6 +10,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from mutransformer.mup.config import OptimizerConfig
 from mutransformer.mup.plan import Plan, PlanRow
+from mutransformer.training.packed import MOMENT_DTYPES, PackedOptimizer
 
 
 def param_groups(
@@ -39,12 +40,19 @@ def _decay_and_eps(row: PlanRow, config: OptimizerConfig) -> dict[str, float]:
 def build_optimizer(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan, config: OptimizerConfig
 ) -> Optimizer:
-    """The optimizer of the plan.
+    """The optimizer of the plan: torch's own where it has one, a packed one on XLA and for a bfloat16 first moment.
 
     Raises:
         UnclaimedParameterError: names and rows differ.
     """
-    return _BUILDERS[config.algorithm](param_groups(named_parameters, plan, config), config)
+    groups = param_groups(named_parameters, plan, config)
+    moment_dtype = MOMENT_DTYPES[config.first_moment]
+    is_compiled = any(p.device.type == "xla" for group in groups for p in group["params"])
+    if not is_compiled and (moment_dtype is None or config.algorithm == "sgd"):
+        return _BUILDERS[config.algorithm](groups, config)
+    if config.algorithm == "sgd":
+        return PackedOptimizer(_decay_of_sgd(groups, config), "sgd", {"momentum": config.momentum})
+    return PackedOptimizer(groups, config.algorithm, {"betas": (config.beta1, config.beta2)}, moment_dtype)
 
 
 class Lion(Optimizer):
@@ -108,11 +116,16 @@ def _lion(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
 
 
 def _sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
-    if config.decay == "coupled":
-        return SGD(groups, lr=config.learning_rate, momentum=config.momentum)
-    for group in groups:
-        group["decoupled_decay"] = group.pop("weight_decay")
-    return DecoupledSGD(groups, lr=config.learning_rate, momentum=config.momentum)
+    kind = SGD if config.decay == "coupled" else DecoupledSGD
+    return kind(_decay_of_sgd(groups, config), lr=config.learning_rate, momentum=config.momentum)
+
+
+def _decay_of_sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The groups with their decay under the name that keeps it out of the gradient, unless it is coupled."""
+    if config.decay == "independent":
+        for group in groups:
+            group["decoupled_decay"] = group.pop("weight_decay")
+    return groups
 
 
 _BUILDERS: Mapping[str, Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = {

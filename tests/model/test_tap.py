@@ -78,10 +78,10 @@ def test_recording_leaves_loss_and_gradients_as_they_are_to_the_bit(attention_ac
 def test_recorders_nest_and_end_with_their_block_even_on_an_error():
     outer, inner = [], []
     with recording(lambda name, tensor: outer.append(name)):
-        tap("a", torch.ones(1))
+        tap("embedding", torch.ones(1, 1, 1))
         with pytest.raises(KeyError), recording(lambda name, tensor: inner.append(name)):
-            tap("b", torch.ones(1))
+            tap("residual", torch.ones(1, 1, 1))
             raise KeyError
-        tap("c", torch.ones(1))
-    tap("d", torch.ones(1))
-    assert (outer, inner, is_recording()) == (["a", "c"], ["b"], False)
+        tap("query", torch.ones(1, 1, 1))
+    tap("logits", torch.ones(1, 1, 1))
+    assert (outer, inner, is_recording()) == (["embedding", "query"], ["residual"], False)

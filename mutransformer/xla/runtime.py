@@ -1,0 +1,64 @@
+"""The torch_xla client of this process: started once, in SPMD mode, before any tensor is on a device."""
+
+from __future__ import annotations
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as xla_metrics
+import torch_xla.runtime as xr
+
+
+def start() -> int:
+    """Starts the client, one process a host that drives all its devices; returns the number of devices of all hosts.
+
+    A backward pass on the CPU before the client exists breaks every later one on the device, so this comes first.
+    """
+    if not xr.is_spmd():
+        xr.use_spmd()
+    return xr.global_runtime_device_count()
+
+
+def device() -> torch.device:
+    """The one logical device of the mesh."""
+    return torch_xla.device()
+
+
+def sync(wait: bool = False) -> None:
+    """Ends the graph: sends what was recorded to the devices.
+
+    Args:
+        wait: until it is done.
+    """
+    torch_xla.sync(wait=wait)
+
+
+def n_compilations() -> int:
+    """Graphs compiled by this process so far."""
+    data = xla_metrics.metric_data("CompileTime")
+    return 0 if data is None else data[0]
+
+
+def n_executions() -> int:
+    """Graphs sent to the devices by this process so far."""
+    data = xla_metrics.metric_data("ExecuteTime")
+    return 0 if data is None else data[0]
+
+
+def compile_s() -> float:
+    """Seconds spent in compilation so far."""
+    data = xla_metrics.metric_data("CompileTime")
+    return 0.0 if data is None else data[1] / 1e9
+
+
+def fallbacks() -> dict[str, int]:
+    """Operators that ran on the CPU as XLA lacks them -> times; none is expected.
+
+    Reading a scalar is counted under this name by torch_xla and is none.
+    """
+    names = [name for name in xla_metrics.counter_names() if name.startswith("aten::")]
+    return {name: xla_metrics.counter_value(name) for name in names if name != "aten::_local_scalar_dense"}
+
+
+def graph_text(tensors: list[torch.Tensor]) -> str:
+    """HLO text of the graph that computes the tensors, not yet sent."""
+    return torch_xla._XLAC._get_xla_tensors_hlo(tensors)

@@ -1,0 +1,104 @@
+"""Layers as one loop of the compiled program: the time to compile does not grow with depth.
+
+torch_xla's `scan` traces the layer once, forward and backward. Under SPMD its backward pass needs jax for one call that
+copies shardings from weights to gradients; here the layer marks both itself, so that call is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch.partitioners import _extract_fwd_bwd_modules, default_partition
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
+
+from mutransformer.model.axes import Axes, mark
+from mutransformer.model.layers import Block, Layer, Remat, loop_layers
+from mutransformer.model.tap import is_recording
+
+
+class ScannedLayers:
+    """Runs the layers as `loop_layers` does, compiled as a loop; one by one where a recorder listens.
+
+    Args:
+        axes: name of a stacked tensor -> its logical axes, `layers` first.
+        remat: what the backward pass computes again.
+    """
+
+    def __init__(self, axes: dict[str, Axes], remat: Remat) -> None:
+        self._axes = axes
+        self._remat: Remat = remat
+        self._partition = _PARTITIONS[remat]
+        # scan keeps its traces by the function's identity, so each is made once
+        self._functions: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, block: Block, x_BLD: torch.Tensor, stacked: Layer, shared: Layer) -> torch.Tensor:
+        """See `loop_layers`; tensors of `shared` must not need gradients."""
+        if is_recording():
+            return loop_layers(block, x_BLD, stacked, shared)
+        n_layer = len(next(iter(stacked.values())))
+        # one more dimension rather than a carry: whole numbers cannot be carried, and a carry would get gradients
+        repeated = {name: tensor.expand(n_layer, *tensor.shape) for name, tensor in shared.items()}
+        # traced with the gradients that are wanted: with another key in evaluation than in training
+        key = (tuple(stacked), tuple(shared), torch.is_grad_enabled())
+        if key not in self._functions:
+            self._functions[key] = self._function(block)
+        xs = {"layer": dict(stacked), "shared": repeated}
+        forward, alias_input, backward = value_and_grad_partitioned(
+            self._functions[key], x_BLD, xs, partition_fn=self._partition, is_fn_pure=True
+        )
+        leaves, structure = tree_flatten(xs)
+        return _Scan.apply(forward, alias_input, backward, structure, x_BLD, *leaves)
+
+    def _function(self, block: Block) -> Callable[..., Any]:
+        def one_layer(x_BLD: torch.Tensor, slices: Any) -> tuple[torch.Tensor, None]:
+            layer = {name: mark(tensor, self._axes[name][1:]) for name, tensor in slices["layer"].items()}
+            return block(x_BLD, layer, slices["shared"]), None
+
+        return one_layer
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Any, alias_input: Any, backward: Any, structure: Any, init: Any, *leaves: Any) -> Any:
+        xs = tree_unflatten(list(leaves), structure)
+        with torch.no_grad():
+            carry, (_, partial_activations) = _scan_impl_pytree(forward, init, xs)
+        ctx.backward_of_layer = backward
+        ctx.save_for_backward(*alias_input(partial_activations, xs))
+        return carry
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.no_grad():
+            grad_init, grad_xs = _scan_impl_pytree(
+                ctx.backward_of_layer, gradient, (None, list(ctx.saved_tensors)), reverse=True
+            )
+        return None, None, None, None, grad_init, *tree_flatten(grad_xs)[0]
+
+
+def _keeping(is_kept: Callable[[torch.fx.Node], bool]) -> Callable[..., Any]:
+    """A partitioner under which the backward pass gets a layer's inputs and what `is_kept`, and computes the rest again."""
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        of_backward: set[torch.fx.Node] = set()
+        for node in joint.graph.nodes:
+            if "tangents" in node.name or any(source in of_backward for source in node.all_input_nodes):
+                of_backward.add(node)
+        kept = [
+            node
+            for node in joint.graph.nodes
+            if node not in of_backward and (node.op == "placeholder" or (node.op == "call_function" and is_kept(node)))
+        ]
+        return _extract_fwd_bwd_modules(joint, kept, [], num_fwd_outputs=num_fwd_outputs)
+
+    return partition
+
+
+_PARTITIONS: dict[str, Callable[..., Any]] = {
+    "none": default_partition,
+    "block": _keeping(lambda node: False),
+    "dots": _keeping(lambda node: node.target is torch.ops.mutransformer.contract.default),
+}

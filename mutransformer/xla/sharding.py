@@ -1,0 +1,157 @@
+"""From logical axes to mesh axes: the table, the marks it puts on tensors, and reading back that they took.
+
+The layout is "2D finalized" of GSPMD (arXiv 2105.04663, Table 1): weights are cut over both mesh axes, X by their
+model dimension and Y by heads or features; activations over X by batch and Y by features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+
+from mutransformer.model.axes import Axes
+from mutransformer.xla.mesh import MeshShape
+
+Spec = tuple[str | None, ...]
+
+# In order of precedence: a logical axis takes the first of its mesh axes that no other dimension of the tensor has.
+# So `embed` is cut over Y, and over X where heads or features have Y, as in every matrix of a block.
+RULES: tuple[tuple[str, str], ...] = (
+    ("batch", "X"),
+    ("heads", "Y"),
+    ("kv_heads", "Y"),
+    ("mlp", "Y"),
+    ("embed", "Y"),
+    ("embed", "X"),
+)
+VOCAB_RULE = ("vocab", "X")
+
+# the precedence among dimensions of one tensor
+_ORDER = {axis: i for i, axis in enumerate(dict.fromkeys(axis for axis, _ in (*RULES, VOCAB_RULE)))}
+
+
+class ShardingError(RuntimeError):
+    """A tensor is not sharded as the table says; the message names it."""
+
+
+def spec_of(axes: Axes, sizes: Iterable[int], mesh: MeshShape, shard_vocab: bool = False) -> Spec:
+    """The mesh axis of each dimension, None where it is whole.
+
+    Args:
+        axes: logical axis of each dimension.
+        sizes: size of each dimension. One that its mesh axis does not divide stays whole (key/value heads that are
+            fewer than the columns) and keeps others off that axis.
+        mesh: rows X, columns Y.
+        shard_vocab: also cut the vocabulary of embedding and unembedding over X.
+    """
+    rules = (*RULES, VOCAB_RULE) if shard_vocab else RULES
+    sizes = tuple(sizes)
+    parts = {"X": mesh.rows, "Y": mesh.cols}
+    taken: set[str] = set()
+    spec: list[str | None] = [None] * len(axes)
+    for i in sorted(range(len(axes)), key=lambda i: _ORDER.get(axes[i], len(_ORDER))):
+        choice = next((to for axis, to in rules if axis == axes[i] and to not in taken), None)
+        if choice is not None:
+            taken.add(choice)
+            if sizes[i] % parts[choice] == 0:
+                spec[i] = choice
+    return tuple(spec)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A mesh, its table, and the marks.
+
+    Args:
+        shape: rows and columns.
+        shard_vocab: see `spec_of`.
+    """
+
+    shape: MeshShape
+    shard_vocab: bool = False
+
+    @cached_property
+    def mesh(self) -> xs.Mesh:
+        return xs.Mesh(np.arange(self.shape.n_devices), (self.shape.rows, self.shape.cols), ("X", "Y"))
+
+    def spec(self, tensor: torch.Tensor, axes: Axes) -> Spec:
+        return spec_of(axes, tensor.shape, self.shape, self.shard_vocab)
+
+    def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
+        """Cuts a tensor that is on the device, in place."""
+        torch_xla._XLAC._xla_mark_sharding(tensor, self.mesh.get_op_sharding(spec))
+
+    def mark(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+        """The tensor with a mark for the partitioner, also on its gradient; for `model.axes.marking`."""
+        if tensor.device.type != "xla":
+            return tensor
+        return _mark(tensor, "".join(to or "N" for to in self.spec(tensor, axes)))
+
+    def check(self, name: str, tensor: torch.Tensor, spec: Spec) -> None:
+        """Raises ShardingError where the buffers are not cut as `spec` says."""
+        parts = {"X": self.shape.rows, "Y": self.shape.cols}
+        wanted = [size // parts[to] if to else size for size, to in zip(tensor.shape, spec, strict=True)]
+        found = list(local_shards(tensor)[0][0].shape)
+        if found != wanted:
+            raise ShardingError(f"{name}: a device holds {found} of {list(tensor.shape)}, the table says {wanted}")
+
+
+def local_shards(tensor: torch.Tensor) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
+    """This host's shards, copied to its memory: (data, where it lies in the whole), one for each device."""
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    if torch_xla._XLAC._get_xla_sharding_type(tensor) is None or tensor.dim() == 0:
+        return [(tensor.cpu(), whole)]
+    shards = []
+    for shard in xs.XLAShardedTensor(tensor).local_shards:
+        where = whole if shard.indices is Ellipsis else tuple(shard.indices)
+        shards.append((shard.data[tuple(slice(0, part.stop - part.start) for part in where)], where))
+    return shards
+
+
+_active: Sharding | None = None
+
+
+def activate(sharding: Sharding | None) -> None:
+    """Sets the mesh that `mark` is for; None: none."""
+    global _active
+    _active = sharding
+
+
+@torch.library.custom_op("mutransformer::mark", mutates_args=())
+def _mark(x: torch.Tensor, spec: str) -> torch.Tensor:
+    # an operator of its own, so that it lives through AOTAutograd's tracing of the scanned layer
+    out = x.clone()
+    if _active is not None:
+        _active.shard(out, tuple(None if to == "N" else to for to in spec))
+    return out
+
+
+@_mark.register_fake
+def _(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _remember(ctx, inputs, output) -> None:
+    ctx.spec = inputs[1]
+
+
+def _mark_gradient(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _mark(gradient, ctx.spec), None
+
+
+_mark.register_autograd(_mark_gradient, setup_context=_remember)
+
+
+def specs_of_state(parameter: torch.Tensor, spec: Spec, state: Mapping[str, object]) -> dict[str, Spec]:
+    """Buffers of an optimizer's state that have the parameter's shape -> its spec; others are whole."""
+    return {
+        name: spec if value.shape == parameter.shape else (None,) * value.dim()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.device.type == "xla"
+    }

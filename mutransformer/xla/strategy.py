@@ -1,0 +1,299 @@
+"""Lightning's strategy for torch_xla's SPMD: one process a host, one logical device, a mesh of all chips behind it.
+
+Lightning has none for its Trainer (XLA by spawned processes, and FSDP in Fabric alone). A step's graph ends in one
+place, after the whole of `training_step` or `validation_step`; what is read of it later is a transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
+
+from mutransformer.errors import ConfigError
+from mutransformer.model.axes import marking
+from mutransformer.model.decoder import Decoder
+from mutransformer.xla import runtime, sharding
+from mutransformer.xla.mesh import MeshShape
+from mutransformer.xla.precision import CastAtUse
+from mutransformer.xla.scan import ScannedLayers
+from mutransformer.xla.sharding import Sharding, ShardingError, Spec, specs_of_state
+from mutransformer.xla.watch import CompilationWatch
+
+
+class SPMDStrategy(Strategy):
+    """Shards a decoder over a mesh of XLA devices, rows X by columns Y, as GSPMD's "2D finalized".
+
+    Args:
+        mesh_rows: devices on axis X, over which batches and, as in FSDP, weights are cut; -1: all that mesh_cols leaves.
+        mesh_cols: devices on axis Y, over which heads and features are cut; -1: all that mesh_rows leaves.
+        shard_vocab: also cut embedding and unembedding over X by the vocabulary.
+    """
+
+    strategy_name = "xla_spmd"
+
+    def __init__(
+        self, mesh_rows: int = -1, mesh_cols: int = 1, shard_vocab: bool = False, **lightning: Any
+    ) -> None:
+        super().__init__(**lightning)
+        self.mesh_rows = mesh_rows
+        self.mesh_cols = mesh_cols
+        self.shard_vocab = shard_vocab
+        self.watch = CompilationWatch()
+        self._sharding: Sharding | None = None
+        self._specs: dict[str, Spec] = {}
+        self._marks = ExitStack()
+        self._is_checked = False
+
+    # the environment
+
+    @property
+    def sharding(self) -> Sharding:
+        """The mesh and its table; starts the client."""
+        if self._sharding is None:
+            n_devices = runtime.start()
+            shape = MeshShape.of(self.mesh_rows, self.mesh_cols, n_devices, xr.process_count())
+            self._sharding = Sharding(shape, self.shard_vocab)
+            rank_zero_only.rank = self.global_rank
+        return self._sharding
+
+    def setup_environment(self) -> None:
+        assert self.sharding  # before Lightning touches the device
+        super().setup_environment()
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or CastAtUse("32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else CastAtUse(str(plugin.precision))
+
+    @property
+    def root_device(self) -> torch.device:
+        return runtime.device()
+
+    @property
+    def global_rank(self) -> int:
+        return xr.process_index()
+
+    @property
+    def world_size(self) -> int:
+        return xr.process_count()
+
+    @property
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        return self.global_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    # between hosts: tensors are whole to every process, so only barriers and small objects are exchanged
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Over hosts, on the host: no graph is made for it."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        value = tensor.cpu()
+        if self.world_size > 1:
+            _process_group()
+            torch.distributed.all_reduce(value)
+            if str(reduce_op).lower() in ("mean", "avg"):
+                value = value / self.world_size
+        return value
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        if self.world_size > 1:
+            _process_group()
+            torch.distributed.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.world_size == 1:
+            return obj
+        _process_group()
+        objects = [obj]
+        torch.distributed.broadcast_object_list(objects, src)
+        return objects[0]
+
+    # model and optimizer
+
+    def check(self, config: Any, n_rows: int, n_parts: int = 1) -> None:
+        """Raises ConfigError where a model or a batch does not fit the mesh.
+
+        Args:
+            config: the decoder's.
+            n_rows: sequences in the batch of all hosts.
+            n_parts: micro-batches that it is split into.
+        """
+        self.sharding.shape.check_model(config, self.shard_vocab)
+        self.sharding.shape.check_batch(n_rows, n_parts)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder of the module.
+
+        Raises:
+            ConfigError: the module has none.
+        """
+        for module in self.lightning_module.modules():
+            if isinstance(module, Decoder):
+                return module
+        raise ConfigError(
+            "trainer.strategy", self.strategy_name, "shards a mutransformer decoder", "use it with a DecoderModule"
+        )
+
+    def model_to_device(self) -> None:
+        """Moves the module to the device and cuts its parameters by the table."""
+        decoder = self.decoder
+        self.sharding.shape.check_model(decoder.config, self.shard_vocab)
+        names = [name for name, _ in decoder.named_parameters()]
+        self.model.to(self.root_device)  # makes new Parameters
+        for module in self.model.modules():
+            if isinstance(module, Metric):
+                module.to("cpu")  # sums over steps belong to no step's graph
+        if [name for name, _ in decoder.named_parameters()] != names:
+            raise ShardingError(f"parameters changed in the move to the device: {names}")
+        for name, parameter in decoder.named_parameters():
+            self._specs[name] = self.sharding.spec(parameter, decoder.axes[name])
+            self.sharding.shard(parameter.data, self._specs[name])
+        if decoder.config.scan_layers:
+            decoder.run_layers = ScannedLayers(decoder.axes, decoder.config.remat)
+        elif decoder.config.remat != "none":
+            raise ConfigError(
+                "model.decoder.remat", decoder.config.remat, "needs scan_layers on XLA", "use scan_layers true"
+            )
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._marks = ExitStack()
+        self._marks.enter_context(marking(self.sharding.mark))
+        sharding.activate(self.sharding)
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._shard_optimizers()
+        runtime.sync(wait=True)
+        self.check_sharding()
+
+    def _shard_optimizers(self) -> None:
+        """Moves and cuts the optimizer's buffers as their parameters; checks that it has exactly the plan's."""
+        names = {id(parameter): name for name, parameter in self.decoder.named_parameters()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if names.get(id(parameter)) != group["name"]:
+                        raise ShardingError(f"group {group['name']!r} does not hold the parameter of that name")
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items():
+                    if name != "step" and isinstance(value, torch.Tensor):
+                        state[name] = value.to(self.root_device)
+                for name, spec in specs_of_state(parameter, self._specs[names[id(parameter)]], state).items():
+                    self.sharding.shard(state[name], spec)
+
+    def check_sharding(self) -> None:
+        """Raises ShardingError where a parameter or a buffer is not cut as the table says; reads the buffers."""
+        names = {}
+        for name, parameter in self.decoder.named_parameters():
+            names[id(parameter)] = name
+            self.sharding.check(name, parameter.data, self._specs[name])
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = names[id(parameter)]
+                for buffer, spec in specs_of_state(parameter, self._specs[name], state).items():
+                    self.sharding.check(f"{name}.{buffer}", state[buffer], spec)
+
+    # steps
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Sends each device its rows of the batch."""
+
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "xla":
+                return tensor
+            self.sharding.shape.check_batch(len(tensor) * self.world_size)
+            is_split = self.world_size > 1  # then over all devices first, as torch_xla asks for
+            rows = ("X", "Y") if is_split else "X"
+            spec = xs.ShardingSpec(self.sharding.mesh, (rows, *(None,) * (tensor.dim() - 1)), minibatch=is_split)
+            return xm.send_cpu_data_to_device([tensor], self.root_device, spec)[0]
+
+        return tree_map_only(torch.Tensor, send, batch)
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        out = super().training_step(batch, *args, **kwargs)
+        self._end_step("training", batch, out)
+        if not self._is_checked:
+            runtime.sync(wait=True)
+            self.check_sharding()
+            self._is_checked = True
+        return out
+
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        out = super().validation_step(batch, *args, **kwargs)
+        self._end_step("validation", batch, out)
+        return out
+
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        out = super().test_step(batch, *args, **kwargs)
+        self._end_step("test", batch, out)
+        return out
+
+    def _end_step(self, kind: str, batch: Any, out: Any) -> None:
+        results = out.values() if isinstance(out, Mapping) else ()
+        tensors = [*self.decoder.parameters(), *(value for value in results if isinstance(value, torch.Tensor))]
+        self.watch.step(kind, batch, tensors, runtime.sync)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        runtime.sync(wait=True)
+        return super().optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+        # what was restored lies on the devices as in the middle of a run, so the first step has the graph of every other
+        runtime.sync(wait=True)
+        self._shard_optimizers()
+        runtime.sync(wait=True)
+        self.check_sharding()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        runtime.sync(wait=True)
+        on_host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), checkpoint)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(on_host, filepath, storage_options=storage_options)
+
+    def teardown(self) -> None:
+        runtime.sync(wait=True)
+        self._marks.close()
+        sharding.activate(None)
+        super().teardown()
+
+
+def _process_group() -> None:
+    """Starts gloo between the hosts, once."""
+    if not torch.distributed.is_initialized():
+        import torch_xla.distributed.xla_backend  # noqa: F401  # registers the init method
+
+        torch.distributed.init_process_group("gloo", init_method="xla://")
