@@ -99,7 +99,9 @@ def _run(args: list[str]) -> None:
         remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
         raise ConfigError("command", command, "is not known", remedy)
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # torch loads torch_xla where it is installed; its notices are no news
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "2"
+    )  # torch loads torch_xla where it is installed; its notices are no news
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module="lightning")
     from mutransformer.cli.run import RunCLI

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
+from mutransformer.model.activations import ACTIVATIONS, elu
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.layers import Layer
 from mutransformer.model.linear import contract, linear
@@ -17,8 +18,8 @@ from mutransformer.model.tap import is_recording, tap
 MASKED = -1e30
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sqrelu": lambda s: F.relu(s).square(),
-    "elu": lambda s: F.elu(s) + 1,
+    "sqrelu": ACTIVATIONS["sqrelu"],
+    "elu": lambda s: elu(s) + 1,
 }
 
 
@@ -156,7 +157,5 @@ def attention(
     is_fused = config.attention_activation == "softmax" and x_BLD.device.type != "xla"
     attend = fused_attention if is_fused else plain_attention
     out_BHLK = tap("attention_mixed", attend(q_BHLK, k_BHLK, v_BHLK, config, scale, visible))
-    out_BLD = linear(
-        out_BHLK.transpose(1, 2), layer["w_attention_out"], layer.get("b_attention_out"), n_summed=2
-    )
+    out_BLD = linear(out_BHLK.transpose(1, 2), layer["w_attention_out"], layer.get("b_attention_out"), n_summed=2)
     return tap("attention_output", out_BLD)

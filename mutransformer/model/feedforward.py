@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
+from mutransformer.model.activations import ACTIVATIONS
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.layers import Layer
 from mutransformer.model.linear import linear
 from mutransformer.model.tap import tap
-
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": F.relu,
-    "gelu": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "sqrelu": lambda h: F.relu(h).square(),
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "elu": F.elu,
-    "selu": F.selu,
-    "softplus": F.softplus,
-    "leaky_relu": F.leaky_relu,
-    "relu6": F.relu6,
-    "celu": F.celu,
-    "mish": F.mish,
-    "hard_tanh": F.hardtanh,
-    "hard_sigmoid": F.hardsigmoid,
-    "hard_silu": F.hardswish,
-    "log_sigmoid": F.logsigmoid,
-    "soft_sign": F.softsign,
-    "squareplus": lambda h: (h + (h.square() + 4).sqrt()) / 2,
-}
 
 
 def feedforward(x_BLD: torch.Tensor, layer: Layer, config: DecoderConfig) -> torch.Tensor:

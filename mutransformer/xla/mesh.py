@@ -37,7 +37,9 @@ class MeshShape:
         """
         for name, size in (("mesh_rows", rows), ("mesh_cols", cols)):
             if size != REST and size < 1:
-                raise ConfigError(f"trainer.strategy.{name}", size, "must be a number of devices", "use -1 for the rest")
+                raise ConfigError(
+                    f"trainer.strategy.{name}", size, "must be a number of devices", "use -1 for the rest"
+                )
         if rows == REST and cols == REST:
             rows, cols = n_devices, 1
         elif rows == REST or cols == REST:

@@ -62,7 +62,9 @@ class ScannedLayers:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Any, alias_input: Any, backward: Any, structure: Any, init: Any, *leaves: Any) -> Any:
+    def forward(
+        ctx: Any, forward: Any, alias_input: Any, backward: Any, structure: Any, init: Any, *leaves: Any
+    ) -> Any:
         xs = tree_unflatten(list(leaves), structure)
         with torch.no_grad():
             carry, (_, partial_activations) = _scan_impl_pytree(forward, init, xs)

@@ -21,7 +21,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 
 from mutransformer.errors import ConfigError
 from mutransformer.model.axes import marking
@@ -45,9 +44,7 @@ class SPMDStrategy(Strategy):
 
     strategy_name = "xla_spmd"
 
-    def __init__(
-        self, mesh_rows: int = -1, mesh_cols: int = 1, shard_vocab: bool = False, **lightning: Any
-    ) -> None:
+    def __init__(self, mesh_rows: int = -1, mesh_cols: int = 1, shard_vocab: bool = False, **lightning: Any) -> None:
         super().__init__(**lightning)
         self.mesh_rows = mesh_rows
         self.mesh_cols = mesh_cols
@@ -172,10 +169,9 @@ class SPMDStrategy(Strategy):
         decoder = self.decoder
         self.sharding.shape.check_model(decoder.config, self.shard_vocab)
         names = [name for name, _ in decoder.named_parameters()]
-        self.model.to(self.root_device)  # makes new Parameters
-        for module in self.model.modules():
-            if isinstance(module, Metric):
-                module.to("cpu")  # sums over steps belong to no step's graph
+        # The decoder alone, with new Parameters: metrics and what Lightning logs stay on the host, or they would add to
+        # the graphs of the steps.
+        decoder.to(self.root_device)
         if [name for name, _ in decoder.named_parameters()] != names:
             raise ShardingError(f"parameters changed in the move to the device: {names}")
         for name, parameter in decoder.named_parameters():

@@ -32,7 +32,9 @@ class CompilationWatch:
         self._shapes: dict[str, Any] = {}
         self._graphs: dict[str, list[str]] = {}  # kind -> text of an earlier graph, once it was compiled again
 
-    def step(self, kind: str, batch: Mapping[str, torch.Tensor], tensors: list[torch.Tensor], send: Callable[[], None]) -> None:
+    def step(
+        self, kind: str, batch: Mapping[str, torch.Tensor], tensors: list[torch.Tensor], send: Callable[[], None]
+    ) -> None:
         """Sends the step's graph by `send`, and looks whether that compiled.
 
         Args:

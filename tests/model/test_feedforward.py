@@ -8,8 +8,9 @@ import torch
 from helpers import normal, small
 from torch import nn
 
+from mutransformer.model.activations import ACTIVATIONS
 from mutransformer.model.config import Activation
-from mutransformer.model.feedforward import ACTIVATIONS, feedforward
+from mutransformer.model.feedforward import feedforward
 
 TORCHS = {
     "relu": nn.ReLU(),
