@@ -232,11 +232,13 @@ class DecoderModule(LightningModule):
                     )
         self.configure_model()
 
-    def check_finite(self) -> None:
-        """Raises NonFiniteError naming a parameter that holds NaN or infinity."""
-        for name, parameter in self.decoder.named_parameters():
-            if not torch.isfinite(parameter).all():
-                raise NonFiniteError(f"parameter {name} is not finite")
+
+def check_finite(state_dict: Mapping[str, Any]) -> None:
+    """Raises NonFiniteError naming a tensor of a checkpoint that holds NaN or infinity."""
+    for name, tensor in state_dict.items():
+        is_finite = tensor.isfinite().all() if isinstance(tensor, torch.Tensor) else tensor.is_finite()
+        if not is_finite:
+            raise NonFiniteError(f"parameter {name.removeprefix('decoder.')} is not finite")
 
 
 def _as_config(cls: type, value: Any) -> Any:
