@@ -57,8 +57,8 @@ class DecoderConfig:
         tie_embeddings: one matrix as embedding and unembedding.
         scan_layers: on XLA, compile one layer and loop over it, so that compile time does not grow with depth; not read
             elsewhere.
-        remat: what the backward pass computes again instead of keeping it: `none`, `block` (all but each block's input),
-            `dots` (all but matrix products).
+        remat: what the backward pass computes again instead of keeping it: `none`, `block` (all but the input of each
+            block), `dots` (all but matrix products).
         sequence_len: longest sequence; linked to data.sequence_len.
         vocab_size: number of token ids; linked to the data's tokenizer.
     """

@@ -54,7 +54,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise SaveError(message) from error
             raise
 
-
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A file, or a folder of shards with its tensors whole, on the CPU."""
         return shards.load(path) if shards.is_sharded(path) else super().load_checkpoint(path, *args, **kwargs)

@@ -83,7 +83,8 @@ class SPMDStrategy(Strategy):
 
     @property
     def root_device(self) -> torch.device:
-        return runtime.device()
+        """The host: where Lightning puts what it logs and decides, which on the device would add to the steps' graphs."""
+        return torch.device("cpu")
 
     @property
     def global_rank(self) -> int:
@@ -171,9 +172,7 @@ class SPMDStrategy(Strategy):
         decoder = self.decoder
         self.sharding.shape.check_model(decoder.config, self.shard_vocab)
         names = [name for name, _ in decoder.named_parameters()]
-        # The decoder alone, with new Parameters: metrics and what Lightning logs stay on the host, or they would add to
-        # the graphs of the steps.
-        decoder.to(self.root_device)
+        decoder.to(runtime.device())  # makes new Parameters
         if [name for name, _ in decoder.named_parameters()] != names:
             raise ShardingError(f"parameters changed in the move to the device: {names}")
         for name, parameter in decoder.named_parameters():
@@ -190,8 +189,9 @@ class SPMDStrategy(Strategy):
         self._marks = ExitStack()
         self._marks.enter_context(marking(self.sharding.mark))
         sharding.activate(self.sharding)
-        super().setup(trainer)
+        self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
             self._shard_optimizers()
         runtime.sync(wait=True)
         self.check_sharding()
@@ -207,7 +207,7 @@ class SPMDStrategy(Strategy):
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
                     if name != "step" and isinstance(value, torch.Tensor):
-                        state[name] = value.to(self.root_device)
+                        state[name] = value.to(runtime.device())
                 for name, spec in specs_of_state(parameter, self._specs[names[id(parameter)]], state).items():
                     self.sharding.shard(state[name], spec)
 
@@ -235,7 +235,7 @@ class SPMDStrategy(Strategy):
             is_split = self.world_size > 1  # then over all devices first, as torch_xla asks for
             rows = ("X", "Y") if is_split else "X"
             spec = xs.ShardingSpec(self.sharding.mesh, (rows, *(None,) * (tensor.dim() - 1)), minibatch=is_split)
-            return xm.send_cpu_data_to_device([tensor], self.root_device, spec)[0]
+            return xm.send_cpu_data_to_device([tensor], runtime.device(), spec)[0]
 
         return tree_map_only(torch.Tensor, send, batch)
 
