@@ -83,7 +83,7 @@ class SPMDStrategy(Strategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The host: where Lightning puts what it logs and decides, which on the device would add to the steps' graphs."""
+        """The host, for what Lightning logs and decides: on the device it would add to the graphs of the steps."""
         return torch.device("cpu")
 
     @property

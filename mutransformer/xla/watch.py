@@ -12,7 +12,6 @@ import torch
 
 from mutransformer.xla import runtime
 
-
 Shape = tuple[tuple[int, ...], str]
 Shapes = dict[str, Shape]
 
@@ -25,7 +24,7 @@ class CompilationWatch:
     """Knows how often each kind of step was compiled.
 
     The first step of a kind (training, validation, test) compiles its graph. A later one that compiles again is warned
-    of, with the shape that changed; where none did, its graph and that of the step after it are compared with the first.
+    of, with the shape that changed; where none did, the graph of the step after it is compared with the first.
 
     Attributes:
         n_by_kind: kind of step -> compilations within its steps.
@@ -56,20 +55,23 @@ class CompilationWatch:
             self._first_graph[kind] = graph
         elif graph is not None:
             self._is_asked.discard(kind)
-            _warn(f"the graph of the {kind} step is not that of the first one: {_difference(self._first_graph[kind], graph)}")
+            difference = _difference(self._first_graph[kind], graph)
+            _warn(f"the graph of the {kind} step is not that of the first one: {difference}")
         n_before = runtime.n_compilations()
         send()
         n_new = runtime.n_compilations() - n_before
         self.n_by_kind[kind] += n_new
-        if n_new and not is_first:
-            changed = [name for name in before.keys() | shapes.keys() if before.get(name) != shapes.get(name)]
-            if not changed:
-                self._is_asked.add(kind)
-            reasons = [f"batch[{n!r}] is {_words(shapes.get(n))}, before it was {_words(before.get(n))}" for n in changed]
-            _warn(
-                f"a {kind} step was compiled again: "
-                + ("; ".join(reasons) or "its batch has the same shapes, so a number in its graph changed; the next step says")
-            )
+        if not n_new or is_first:
+            return
+        changed = [
+            f"batch[{name!r}] is {_words(shapes.get(name))}, before it was {_words(before.get(name))}"
+            for name in sorted(before.keys() | shapes.keys())
+            if before.get(name) != shapes.get(name)
+        ]
+        if not changed:
+            self._is_asked.add(kind)
+            changed = ["its batch has the same shapes, so a number in its graph changed; the next step says"]
+        _warn(f"a {kind} step was compiled again: {'; '.join(changed)}")
 
 
 def _warn(message: str) -> None:

@@ -1,4 +1,4 @@
-"""What runs on XLA devices, or beside it on the CPU for comparison: `python cases.py CASE ARGUMENTS_AS_JSON RESULT_FILE`."""
+"""What runs on XLA devices, or on the CPU for comparison: `python cases.py CASE ARGUMENTS_AS_JSON RESULT_FILE`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,26 +222,36 @@ class LogToBar(Callback):
         module.log("val_sum", outputs["loss_sum"].item(), prog_bar=True)
 
 
+class Resumable(Batches):
+    """Goes on after the batches that it had given when its state was saved."""
+
+    n_given = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in self._batches[self.n_given :]:
+            self.n_given += 1
+            yield batch
+        self.n_given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n_given": self.n_given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n_given = state["n_given"]
+
+
 def resume(mesh: list[int] | None, checkpoint: str | None, n_steps: int, save: str | None) -> dict[str, Any]:
     """Trains up to `n_steps` from a checkpoint, and saves."""
     module, outputs = make_module("gqa"), Outputs()
     trainer = make_trainer(mesh, callbacks=[outputs], max_steps=n_steps)
-    done = 0 if checkpoint is None else n_done(checkpoint)
-    loader = Batches(*batches()[done:], *batches()[:done])
-    trainer.fit(module, loader, Batches(), ckpt_path=checkpoint)
+    trainer.fit(module, Resumable(*batches()), Batches(), ckpt_path=checkpoint)
     if save is not None:
         trainer.save_checkpoint(save)
     return outputs.values
 
 
-def n_done(checkpoint: str) -> int:
-    from mutransformer.training.checkpoint import load_plain
-
-    return load_plain(checkpoint)["global_step"]
-
-
 def resumed_everywhere(folder: str) -> dict[str, Any]:
-    """A run on (4, 2), the same in two halves, and the second half on (8, 1), from a plain file, and on another mesh."""
+    """A run on (4, 2), the same in two halves, and the second half on (8, 1) and from a plain file."""
     names = {name: f"{folder}/{name}.ckpt" for name in ("whole", "half", "resumed")}
     return {
         "whole": resume([4, 2], None, N_STEPS, names["whole"]),

@@ -28,9 +28,14 @@ def environment(n_devices: int, **more: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_enable_fast_math=false",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1] / "scripts"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1] / "scripts"), *_inherited()]),
         **more,
     }
+
+
+def _inherited() -> list[str]:
+    path = os.environ.get("PYTHONPATH")
+    return [path] if path else []
 
 
 def run(n_devices: int, case: str, **arguments: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 MESHES = ((1, 1), (8, 1), (4, 2), (2, 4))
 EVERYWHERE = ("dense", "unrolled", "gqa", "swiglu", "tied", "accumulated")
 ON_ONE_MESH = tuple(variant for variant in cases.VARIANTS if variant not in EVERYWHERE)
-RUNS = [*((variant, mesh) for variant in EVERYWHERE for mesh in MESHES), *((variant, (2, 4)) for variant in ON_ONE_MESH)]
+RUNS = [(variant, mesh) for variant in EVERYWHERE for mesh in MESHES] + [(variant, (2, 4)) for variant in ON_ONE_MESH]
 ORACLE = Path(__file__).parents[1] / "parity" / "data" / "oracle_a.npz"
 
 
