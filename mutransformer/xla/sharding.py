@@ -12,9 +12,9 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 
 from mutransformer.model.axes import Axes
+from mutransformer.xla.layout import Spec, spec_of
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.shards import HostShards
-from mutransformer.xla.layout import Spec, spec_of
 
 
 class ShardingError(RuntimeError):

@@ -4,8 +4,8 @@ import pytest
 
 from mutransformer.model.axes import ACTIVATIONS
 from mutransformer.mup.roles import TENSORS
-from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.layout import spec_of
+from mutransformer.xla.mesh import MeshShape
 
 MESH = MeshShape(rows=4, cols=2)
 SIZES = {
