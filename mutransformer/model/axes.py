@@ -42,6 +42,9 @@ ACTIVATIONS: Mapping[str, Axes] = {
     "logits": ("batch", "length", "vocab"),
 }
 
+# a weight's axis -> the axis that is whole where the weight is used, if the weight has both
+_WHOLE_AT_USE: Mapping[str, str] = {"heads": "embed", "kv_heads": "embed", "mlp": "embed", "vocab": "vocab"}
+
 _marker: Marker | None = None
 
 
@@ -53,6 +56,22 @@ def mark(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         axes: the logical axis of each dimension.
     """
     return tensor if _marker is None else _marker(tensor, axes)
+
+
+def used(weight: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """A weight as it is multiplied with: whole along the dimension that is cut only to store it.
+
+    Both states are marked, so that an engine gathers the weight here and nowhere else, and scatters its gradient back,
+    whatever would look cheaper to it.
+
+    Args:
+        weight: a parameter, or a layer's slice of one.
+        axes: its logical axes, `layers` left out.
+    """
+    whole = {_WHOLE_AT_USE[axis] for axis in axes if axis in _WHOLE_AT_USE}
+    at_use = tuple("gathered" if axis in whole else axis for axis in axes)
+    weight = mark(weight, axes)
+    return weight if at_use == axes else mark(weight, at_use)
 
 
 @contextmanager

@@ -179,7 +179,7 @@ class SPMDStrategy(Strategy):
             self._specs[name] = self.sharding.spec(parameter, decoder.axes[name])
             self.sharding.shard(parameter.data, self._specs[name])
         if decoder.config.scan_layers:
-            decoder.run_layers = ScannedLayers(decoder.axes, decoder.config.remat)
+            decoder.run_layers = ScannedLayers(decoder.config.remat)
         elif decoder.config.remat != "none":
             raise ConfigError(
                 "model.decoder.remat", decoder.config.remat, "needs scan_layers on XLA", "use scan_layers true"
