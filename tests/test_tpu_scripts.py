@@ -1,0 +1,463 @@
+"""scripts/tpu.sh with a `gcloud` that keeps a TPU's state in a file and runs each host's commands in a folder.
+
+The hosts' bash, flock and tmux are this machine's, and the package that they run is the copy that was sent to them. What
+they have not got here stands in: sudo and systemd, a venv, and pip, which would fetch gigabytes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "tpu.sh"
+
+# A request waits for one look at it, then is active with its hosts; it is preempted once the file named in `preempt`
+# is there.
+GCLOUD = f"""#!{sys.executable}
+import contextlib, os, pathlib, shutil, signal, subprocess, sys
+
+cloud = pathlib.Path(os.environ["CLOUD"])
+state, hosts, preempt = cloud / "state", cloud / "hosts", cloud / "preempt"
+words, options, rest = [], {{}}, iter(sys.argv[1:])
+for word in rest:
+    if word in ("--spot", "--force", "--quiet", "--internal-ip"):
+        options[word] = True
+    elif word.startswith("--"):
+        options[word] = next(rest)
+    else:
+        words.append(word)
+command, names = " ".join(words[:4]), words[4:]
+with open(cloud / "calls", "a") as calls:
+    print(command, *names, *sorted(option for option in options if option != "--command"), file=calls)
+if options["--zone"] != "somewhere" or names and names[-1].rstrip(":") != "mu":
+    sys.exit("gcloud: " + " ".join(sys.argv))
+
+if "REAL_GCLOUD" in os.environ:  # without an account it ends before it asks anyone, but after it has read its flags
+    there = {{"CLOUDSDK_CONFIG": str(cloud / "none"), "CLOUDSDK_CORE_PROJECT": "none"}}
+    there["CLOUDSDK_CORE_CHECK_GCE_METADATA"] = "false"
+    line = [os.environ["REAL_GCLOUD"], *sys.argv[1:]]
+    said = subprocess.run(line, env={{**os.environ, **there}}, capture_output=True, text=True).stderr
+    if "not currently have an active account" not in said:
+        sys.exit(said)
+
+
+def lose_hosts():
+    for pid in hosts.glob("*/systemd/pid"):
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.killpg(int(pid.read_text()), signal.SIGKILL)
+    shutil.rmtree(hosts)
+
+
+if command == "compute tpus queued-resources create":
+    assert options["--node-id"] == "mu" and not state.exists()
+    (cloud / "request").write_text(f"{{options['--accelerator-type']}} {{options['--runtime-version']}}")
+    state.write_text("WAITING_FOR_RESOURCES")
+elif command == "compute tpus queued-resources list":
+    assert options["--filter"] == "name~/mu$"
+    if preempt.exists() and pathlib.Path(preempt.read_text()).exists():
+        preempt.unlink()
+        lose_hosts()
+        state.write_text("SUSPENDED")
+    if state.exists():
+        print(state.read_text())
+        if state.read_text() == "WAITING_FOR_RESOURCES":
+            state.write_text("ACTIVE")
+            for i in (0, 1):
+                (hosts / f"host-{{i}}").mkdir(parents=True)
+elif command == "compute tpus queued-resources delete":
+    if state.read_text() == "ACTIVE":
+        lose_hosts()
+    state.unlink()
+elif command == "compute tpus tpu-vm describe":
+    print("READY")
+elif command == "compute tpus tpu-vm scp":
+    for host in hosts.iterdir():
+        shutil.copy(names[0], host)
+elif command == "compute tpus tpu-vm ssh":
+    asked = sorted(hosts.iterdir()) if options["--worker"] == "all" else [hosts / f"host-{{options['--worker']}}"]
+    processes = []
+    for host in asked:
+        env = {{**os.environ, "HOME": str(host), "TMUX_TMPDIR": str(host)}}
+        env = {{name: value for name, value in env.items() if name not in ("TMUX", "PYTHONPATH")}}
+        line = ["bash", "-c", options["--command"]]
+        processes.append(subprocess.Popen(line, cwd=host, env=env, stdin=subprocess.DEVNULL))
+    sys.exit(next((code for code in [process.wait() for process in processes] if code), 0))
+else:
+    sys.exit("gcloud: " + " ".join(sys.argv))
+"""
+
+SUDO = """#!/bin/bash
+mkdir -p "$HOME/etc/systemd/system"
+exec "${@/#\\/etc\\//$HOME/etc/}"
+"""
+
+# One service, mutransformer. `pid` is its main process and process group.
+SYSTEMCTL = """#!/bin/bash
+at=$HOME/systemd unit=$HOME/etc/systemd/system/mutransformer.service
+setting() { sed -n "s/^$1=//p" "$unit"; }
+[ "$1" != -q ] || shift
+case $1 in
+restart)
+    "$0" stop
+    rm -rf "$at" && mkdir "$at" && cd "$(setting WorkingDirectory)" || exit
+    log=$(setting StandardOutput)
+    setsid bash -c 'setsid $0 & echo $! >"$1/pid"; wait $!; echo $? >"$1/status"' "$(setting ExecStart)" "$at" \
+        >>"${log#append:}" 2>&1 </dev/null &
+    until [ -e "$at/pid" ]; do sleep 0.05; done
+    ;;
+stop)
+    [ -e "$at/pid" ] || exit 5
+    kill "$(cat "$at/pid")" 2>/dev/null
+    until [ -e "$at/status" ]; do sleep 0.05; done
+    ;;
+show)
+    status=$(cat "$at/status" 2>/dev/null)
+    case $4 in  # show mutransformer -p NAME --value
+    ActiveState) if [ -e "$at/pid" ] && [ -z "$status" ]; then echo active; else echo inactive; fi ;;
+    ExecMainExitTimestampMonotonic) if [ -n "$status" ]; then echo 1234; else echo 0; fi ;;
+    ExecMainStatus) echo "${status:-0}" ;;
+    esac
+    ;;
+esac
+"""
+
+# Of a host, and of its venv once pip has put PROGRAM there.
+PYTHON = f"""#!/bin/bash
+case "$*" in
+*sys.version_info*) exit "${{WRONG_VERSION:-0}}" ;;
+"-m venv"*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;
+"-m pip"*) echo "$*" >>"$HOME/pip" && cp "$PROGRAM" "$(dirname "$0")/mutransformer" ;;
+--version) echo Python 3.9 ;;
+*) cd "$HOME" && PYTHONPATH=$HOME/mutransformer exec {sys.executable} "$@" ;;
+esac
+"""
+
+PACKAGE = """#!/bin/bash
+exec "$(dirname "$0")/python" -W ignore -m mutransformer.cli "${@/#configs/$HOME/mutransformer/configs}"
+"""
+
+# A run of STEPS steps that keeps its state in the bucket and goes on from there.
+RUN = """#!/bin/bash
+trap 'echo saved; exit 143' TERM
+trap 'echo saved; exit 130' INT
+mine=$CLOUD/bucket/$(basename "$HOME")
+step=$(cat "$mine" 2>/dev/null || echo 0)
+echo "$PJRT_DEVICE: $* from $step" | tee -a "$mine.starts"
+[ "$*" != fail ] || { echo broken; exit 2; }
+while [ "$step" -lt "$STEPS" ]; do
+    sleep 0.1
+    step=$((step + 1))
+    echo "$step" >"$mine.new" && mv "$mine.new" "$mine"
+    [ "$step" -lt 3 ] || touch "$mine.third"
+done
+"""
+
+
+class Cloud:
+    """A folder that stands for the cloud: two hosts, a bucket, and the calls of `gcloud`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bucket").mkdir()
+        programs = {"gcloud": GCLOUD, "sudo": SUDO, "systemctl": SYSTEMCTL, "python3": PYTHON, "package": PACKAGE}
+        for name, text in {**programs, "a_run": RUN}.items():
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+        self.env = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "CLOUD": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "POLL_SECONDS": "0.1",
+            "TPU_NAME": "mu",
+            "ZONE": "somewhere",
+            "ACCELERATOR_TYPE": "v4-16",
+            "STEPS": "100000",
+        }
+        self.use("a_run")
+
+    def use(self, program: str) -> None:
+        """What `mutransformer` is on hosts that are set up from now on."""
+        self.env["PROGRAM"] = str(self.folder / "bin" / program)
+
+    def tpu(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        env = {**self.env, **env}
+        return subprocess.run([str(SCRIPT), *args], env=env, capture_output=True, text=True, timeout=60)
+
+    def ready(self, *args: str, **env: str) -> str:
+        """Output of a command that must succeed."""
+        done = self.tpu(*args, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+    def host(self, i: int) -> Path:
+        return self.folder / "hosts" / f"host-{i}"
+
+    def wait_for(self, name: str) -> None:
+        """Until the bucket has this file of both hosts."""
+        until = time.monotonic() + 30
+        while not all((self.folder / "bucket" / f"host-{i}{name}").exists() for i in (0, 1)):
+            assert time.monotonic() < until, f"no {name}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    cloud = Cloud(tmp_path / "cloud")
+    yield cloud
+    if (cloud.folder / "state").exists():
+        cloud.tpu("stop")
+        cloud.tpu("delete")
+
+
+@pytest.fixture
+def two_hosts(cloud):
+    cloud.ready("create")
+    cloud.ready("install")
+    return cloud
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "said"),
+    [
+        (["create"], {"TPU_NAME": ""}, "TPU_NAME is not set"),
+        (["create"], {"ZONE": ""}, "ZONE is not set"),
+        (["create"], {"ACCELERATOR_TYPE": ""}, "ACCELERATOR_TYPE is not set"),
+        (["create"], {"ACCELERATOR_TYPE": "v99-8"}, "set RUNTIME_VERSION"),
+        (["spot", "fit", "--resume=auto"], {"ACCELERATOR_TYPE": "v99-8"}, "set RUNTIME_VERSION"),
+        (["run"], {}, "no command"),
+        (["tmux"], {}, "no command"),
+        (["service"], {}, "no command"),
+        (["spot", "fit"], {}, "without --resume auto"),
+        (["status"], {"PATH": ""}, "gcloud not found"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_nothing_is_made(cloud, args, env, said):
+    if "PATH" in env:  # with all that the script runs but gcloud
+        bare = cloud.folder / "bare"
+        bare.mkdir()
+        for program in ("bash", "cat", "dirname"):
+            (bare / program).symlink_to(shutil.which(program))
+        env = {"PATH": str(bare)}
+    done = cloud.tpu(*args, **env)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert said in line and line.startswith("tpu.sh: ")
+    assert not (cloud.folder / "state").exists()
+
+
+@pytest.mark.parametrize("args", [[], ["fit"]])
+def test_usage_is_shown_without_a_command(cloud, args):
+    done = cloud.tpu(*args)
+    assert done.returncode == 2
+    assert "scripts/tpu.sh create" in done.stderr and "set -euo" not in done.stderr
+
+
+def test_a_host_with_another_python_is_named(cloud):
+    cloud.ready("create")
+    done = cloud.tpu("install", WRONG_VERSION="1")
+    assert done.returncode == 1
+    assert "Python 3.9: libtpu needs 3.10 to 3.12" in done.stderr
+    assert not (cloud.host(0) / "pip").exists()
+
+
+# ---- what is asked of gcloud
+
+
+@pytest.mark.parametrize("command", ["create", "install", "devices", "run", "tmux", "service", "stop", "delete"])
+def test_a_dry_run_prints_and_does_nothing(cloud, command):
+    more = ["fit"] if command in ("run", "tmux", "service") else []
+    lines = cloud.ready(command, *more, DRY_RUN="1").splitlines()
+    assert lines and all(line.startswith("gcloud compute tpus ") for line in lines)
+    assert not (cloud.folder / "calls").exists()
+
+
+def test_a_dry_run_of_spot_is_one_round(cloud):
+    lines = cloud.ready("spot", "fit", "--resume=auto", DRY_RUN="1").splitlines()
+    verbs = [" ".join(line.split()[3:5]) for line in lines]
+    create, delete = "queued-resources create", "queued-resources delete"
+    assert verbs == [create, "tpu-vm scp", "tpu-vm ssh", "tpu-vm ssh", delete]
+    assert "--spot" in lines[0]
+    assert not (cloud.folder / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "image"),
+    [
+        ("v2-8", "", "tpu-ubuntu2204-base"),
+        ("v4-32", "", "tpu-ubuntu2204-base"),
+        ("v5litepod-16", "", "v2-alpha-tpuv5-lite"),
+        ("v5p-8", "", "v2-alpha-tpuv5"),
+        ("v6e-8", "", "v2-alpha-tpuv6e"),
+        ("v99-8", "mine", "mine"),
+    ],
+)
+def test_the_image_is_that_of_the_type(cloud, kind, version, image):
+    line = cloud.ready("create", DRY_RUN="1", ACCELERATOR_TYPE=kind, RUNTIME_VERSION=version)
+    assert f" --accelerator-type {kind} --runtime-version {image} " in line
+
+
+def test_create_waits_and_is_safe_to_repeat(cloud):
+    assert cloud.ready("create").splitlines() == ["mu: WAITING_FOR_RESOURCES", "mu: ACTIVE"]
+    assert cloud.ready("create").splitlines() == ["mu: ACTIVE"]
+    assert (cloud.folder / "request").read_text() == "v4-16 tpu-ubuntu2204-base"
+    assert [call for call in cloud.calls if " create " in call and "--spot" in call] == []
+
+
+def test_a_request_that_gets_no_tpu_ends_create(cloud):
+    (cloud.folder / "state").write_text("FAILED")
+    done = cloud.tpu("create")
+    assert done.returncode == 2 and "delete, then create again" in done.stderr
+
+
+def test_more_flags_reach_gcloud(cloud):
+    cloud.ready("create", CREATE_FLAGS="--service-account me --network mine", SPOT="1")
+    cloud.ready("install", SSH_FLAGS="--internal-ip")
+    by_verb = {call.split()[3]: call for call in cloud.calls}
+    assert all(flag in by_verb["create"] for flag in ("--service-account", "--network", "--spot"))
+    assert "--internal-ip" in by_verb["scp"] and "--internal-ip" in by_verb["ssh"]
+
+
+@pytest.mark.slow
+def test_the_real_gcloud_takes_every_line(cloud):
+    real = shutil.which("gcloud")
+    if not real:
+        pytest.skip("no gcloud")
+    more = {"CREATE_FLAGS": "--service-account me", "SSH_FLAGS": "--internal-ip", "SPOT": "1", "REAL_GCLOUD": real}
+    for args in (["create"], ["install"], ["service", "fit"], ["status"], ["log"], ["stop"], ["delete"]):
+        cloud.ready(*args, **more, STEPS="0")
+    done = cloud.tpu("create", **{**more, "CREATE_FLAGS": "--no-such-flag x"})  # it does look
+    assert done.returncode == 1 and "unrecognized arguments" in done.stderr
+
+
+# ---- hosts
+
+
+@pytest.mark.slow
+def test_every_host_runs_the_package_that_was_sent(two_hosts):
+    two_hosts.use("package")
+    two_hosts.ready("install", PIP_OPTIONS="--no-cache-dir")
+    shown = two_hosts.ready("run", "describe", "--config", "configs/small.yaml", "--model.decoder.d_model=64")
+    assert shown.count("w_query") == 2
+    for i in (0, 1):
+        first, second = (two_hosts.host(i) / "pip").read_text().splitlines()
+        assert first == "-m pip install -q -e .[tpu,gcs]" and second == "-m pip install -q --no-cache-dir -e .[tpu,gcs]"
+        assert (two_hosts.host(i) / "mutransformer" / "configs" / "tpu.yaml").exists()
+
+
+@pytest.mark.slow
+def test_every_host_counts_its_devices(two_hosts):
+    pytest.importorskip("torch_xla")
+    shown = two_hosts.ready("devices", RUN_ENV="PJRT_DEVICE=CPU CPU_NUM_DEVICES=3")
+    assert shown.splitlines() == ["3 devices"] * 2
+
+
+def test_words_reach_the_run_as_they_were_typed(two_hosts):
+    words = ["fit", "--data.data_files=a b/*.txt", "it's", "$HOME", '"', "a;b", "100%", "\\n"]
+    shown = two_hosts.ready("run", *words, STEPS="0", RUN_ENV="PJRT_DEVICE=CPU")
+    assert shown.splitlines() == [f"CPU: {' '.join(words)} from 0"] * 2
+
+
+def test_a_host_that_fails_is_seen(two_hosts):
+    done = two_hosts.tpu("run", "fail")
+    assert done.returncode == 2 and done.stdout.count("broken") == 2
+    (two_hosts.host(1) / "mutransformer" / ".venv" / "bin" / "mutransformer").unlink()
+    assert two_hosts.tpu("run", "fit", STEPS="0").returncode == 127  # of one host alone
+
+
+# What a launcher's run ends with when it is told to stop: the code of the signal, with its state saved.
+LAUNCHERS = [pytest.param("tmux", "none", id="tmux"), pytest.param("service", "stopped", id="service")]
+
+
+@pytest.mark.parametrize(("launcher", "afterwards"), LAUNCHERS)
+def test_a_run_in_the_background_is_watched_and_stopped(two_hosts, launcher, afterwards):
+    if launcher == "tmux" and not shutil.which("tmux"):
+        pytest.skip("no tmux")
+    assert two_hosts.ready("status").split() == ["none", "none"]
+    two_hosts.ready(launcher, "fit", "--seed_everything=2")
+    two_hosts.wait_for(".third")
+    assert two_hosts.ready("status").split() == ["running", "running"]
+    second = two_hosts.tpu("run", "fit")
+    assert second.returncode == 2 and "a run is under way on this host" in second.stderr
+    two_hosts.ready("stop")
+    assert two_hosts.ready("status").splitlines() == [afterwards] * 2
+    for worker in ("0", "1"):
+        log = two_hosts.ready("log", "-n", "5", WORKER=worker)
+        assert log.splitlines() == ["TPU: fit --seed_everything=2 from 0", "saved"]
+
+
+def test_a_service_is_restarted_where_its_command_is_given_anew(two_hosts):
+    two_hosts.ready("service", "fit", "--resume=auto")
+    two_hosts.wait_for(".third")
+    two_hosts.ready("service", "fit", "--resume=auto", STEPS="0")
+    assert two_hosts.ready("status").splitlines() == ["exit 0"] * 2
+    first, saved, second = two_hosts.ready("log").splitlines()
+    assert (first, saved) == ("TPU: fit --resume=auto from 0", "saved")
+    assert int(second.removeprefix("TPU: fit --resume=auto from ")) >= 3
+
+
+def test_the_unit_is_one_that_systemd_takes(two_hosts):
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd-analyze")
+    two_hosts.ready("service", "fit", STEPS="0")
+    unit = two_hosts.host(0) / "etc" / "systemd" / "system" / "mutransformer.service"
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert done.returncode == 0 and "mutransformer" not in done.stderr, done.stderr
+    unit.write_text(unit.read_text().replace("RestartSec=30", "RestartSec=soon"))
+    assert "mutransformer" in subprocess.run(done.args, capture_output=True, text=True).stderr  # verify does look
+
+
+# ---- spot
+
+
+def test_a_preempted_run_goes_on_to_its_end_on_the_next_tpu(cloud):
+    (cloud.folder / "preempt").write_text(str(cloud.folder / "bucket" / "host-0.third"))
+    said = cloud.ready("spot", "fit", "--resume", "auto", STEPS="25")
+    states = [line.partition(": ")[2] for line in said.splitlines() if " mu: " in line]
+    life = ["to be created", "WAITING_FOR_RESOURCES", "ACTIVE, none", "ACTIVE, running"]
+    assert states == [*life, "SUSPENDED", *life, "ACTIVE, exit 0"]
+    for i in (0, 1):
+        first, second = (cloud.folder / "bucket" / f"host-{i}.starts").read_text().splitlines()
+        assert first == "TPU: fit --resume auto from 0"
+        assert int(second.removeprefix("TPU: fit --resume auto from ")) > 0
+        assert (cloud.folder / "bucket" / f"host-{i}").read_text() == "25\n"
+    assert sum("--spot" in call for call in cloud.calls) == 2
+    assert not (cloud.folder / "state").exists()  # given back
+
+
+def test_spot_begun_again_finds_the_run_that_is_under_way(two_hosts):
+    two_hosts.ready("service", "fit", "--resume=auto", STEPS="15")
+    two_hosts.ready("spot", "fit", "--resume=auto")
+    for i in (0, 1):
+        assert len((two_hosts.folder / "bucket" / f"host-{i}.starts").read_text().splitlines()) == 1
+
+
+def test_a_run_that_fails_is_shown_and_its_tpu_given_back(cloud):
+    (cloud.folder / "bin" / "a_run").write_text("#!/bin/bash\necho broken, $*; exit 2\n")
+    done = cloud.tpu("spot", "fit", "--resume=auto")
+    assert done.returncode == 2 and "broken, fit --resume=auto" in done.stdout
+    assert "failed, with exit 2" in done.stderr
+    assert not (cloud.folder / "state").exists()
+
+
+def test_a_first_request_that_is_refused_ends_spot(cloud):
+    (cloud.folder / "bin" / "gcloud").write_text(
+        '#!/bin/bash\ncase $* in *" list "*) ;; *) echo no quota >&2; exit 1; esac\n'
+    )
+    done = cloud.tpu("spot", "fit", "--resume=auto")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["no quota", "tpu.sh: there is no TPU to wait for"]
