@@ -36,9 +36,10 @@ usage() {
     exit 2
 }
 
+# A mistake of the user's, or with code=1 a failure.
 die() {
     echo "tpu.sh: $*" >&2
-    exit 2
+    exit "${code:-2}"
 }
 
 need() { [ -n "${!1:-}" ] || die "$1 is not set: $2"; }
@@ -100,7 +101,7 @@ create() {
         echo "$TPU_NAME: ${state:-no such request}"
         case $state in
         ACTIVE) break ;;
-        FAILED | SUSPENDED | '') die "this request will get no TPU: scripts/tpu.sh delete, then create again" ;;
+        FAILED | SUSPENDED | '') code=1 die "this request will get no TPU: scripts/tpu.sh delete, then create again" ;;
         esac
         sleep "${POLL_SECONDS:-60}"
     done
@@ -280,7 +281,7 @@ spot() {
         case $tpu in
         '')
             # a first request that is refused is a mistake, a later one may go through in a while
-            if request; then made=1; else [ -n "$made" ] || die "there is no TPU to wait for"; fi
+            if request; then made=1; else [ -n "$made" ] || code=1 die "there is no TPU to wait for"; fi
             ;;
         SUSPENDED | FAILED) delete || true ;;
         "ACTIVE, none")
@@ -292,9 +293,9 @@ spot() {
             return
             ;;
         "ACTIVE, exit"*)
-            log || true
+            WORKER=all log -n 20 || true
             delete
-            die "the run failed, with ${tpu#ACTIVE, }; the end of its log is above, and the TPU is given back"
+            code=1 die "the run failed, with ${tpu#ACTIVE, }; the end of its logs is above, and the TPU is given back"
             ;;
         esac
         sleep "${POLL_SECONDS:-60}"
