@@ -6,7 +6,9 @@ What they have not got here stands in: sudo and systemd, a venv, and pip, which 
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +16,14 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from cli_runs import assert_same_state, last_checkpoint, tiny, write_corpus
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "tpu.sh"
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "tpu.sh"
 
-# A request waits for one look at it, then is active with its hosts; it is preempted once the file named in `preempt`
-# is there.
+# A request waits for one look at it, then is active with its hosts; it is preempted once there is a file of the pattern
+# in `preempt`.
 GCLOUD = f"""#!{sys.executable}
 import contextlib, os, pathlib, shutil, signal, subprocess, sys
 
@@ -60,7 +65,7 @@ if command == "compute tpus queued-resources create":
     state.write_text("WAITING_FOR_RESOURCES")
 elif command == "compute tpus queued-resources list":
     assert options["--filter"] == "name~/mu$"
-    if preempt.exists() and pathlib.Path(preempt.read_text()).exists():
+    if preempt.exists() and any(cloud.glob(preempt.read_text())):
         preempt.unlink()
         lose_hosts()
         state.write_text("SUSPENDED")
@@ -68,7 +73,7 @@ elif command == "compute tpus queued-resources list":
         print(state.read_text())
         if state.read_text() == "WAITING_FOR_RESOURCES":
             state.write_text("ACTIVE")
-            for i in (0, 1):
+            for i in range(int(os.environ.get("HOSTS", "2"))):
                 (hosts / f"host-{{i}}").mkdir(parents=True)
 elif command == "compute tpus queued-resources delete":
     if state.read_text() == "ACTIVE":
@@ -134,7 +139,7 @@ case "$*" in
 "-m venv"*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;
 "-m pip"*) echo "$*" >>"$HOME/pip" && cp "$PROGRAM" "$(dirname "$0")/mutransformer" ;;
 --version) echo Python 3.9 ;;
-*) cd "$HOME" && PYTHONPATH=$HOME/mutransformer exec {sys.executable} "$@" ;;
+*) cd "$HOME" && PYTHONPATH=$HOME/mutransformer:$EXTRA_PATH exec {sys.executable} "$@" ;;
 esac
 """
 
@@ -344,6 +349,30 @@ def test_the_real_gcloud_takes_every_line(cloud):
     assert done.returncode == 1 and "unrecognized arguments" in done.stderr
 
 
+def test_what_the_documents_run_is_understood(cloud):
+    examples = re.findall(r"^#   export .*?(?=^# Variables)", SCRIPT.read_text(), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs" / "tpu.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = "".join([re.sub("^#", "", examples[0], flags=re.MULTILINE), *blocks]).replace("\\\n", "")
+    lines = [line.strip() for line in text.splitlines() if "scripts/tpu.sh" in line]
+    assert len(lines) > 10
+    env = {**cloud.env, "DRY_RUN": "1"}
+    for line in lines:
+        done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith("gcloud "), f"{line}: {done.stderr}"
+        assert all((ROOT / config).exists() for config in re.findall(r"--config (\S+)", line)), line
+
+
+@pytest.mark.parametrize(("name", "precision"), [("tpu", "bf16-mixed"), ("xla_cpu", None)])
+def test_an_overlay_names_the_strategy_and_its_settings(name, precision):
+    trainer = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["trainer"]
+    assert (trainer["accelerator"], trainer.get("precision")) == ("xla", precision)
+    module, _, kind = trainer["strategy"]["class_path"].rpartition(".")
+    source = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())  # to import it takes seconds
+    (strategy,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == kind)
+    (init,) = (node for node in strategy.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    assert set(trainer["strategy"]["init_args"]) <= {argument.arg for argument in init.args.args}
+
+
 # ---- hosts
 
 
@@ -425,7 +454,7 @@ def test_the_unit_is_one_that_systemd_takes(two_hosts):
 
 
 def test_a_preempted_run_goes_on_to_its_end_on_the_next_tpu(cloud):
-    (cloud.folder / "preempt").write_text(str(cloud.folder / "bucket" / "host-0.third"))
+    (cloud.folder / "preempt").write_text("bucket/host-0.third")
     said = cloud.ready("spot", "fit", "--resume", "auto", STEPS="15")
     states = [line.partition(": ")[2] for line in said.splitlines() if " mu: " in line]
     life = ["to be created", "WAITING_FOR_RESOURCES", "ACTIVE, none", "ACTIVE, running"]
@@ -461,3 +490,20 @@ def test_a_first_request_that_is_refused_ends_spot(cloud):
     done = cloud.tpu("spot", "fit", "--resume=auto")
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["no quota", "tpu.sh: there is no TPU to wait for"]
+
+
+@pytest.mark.slow
+def test_a_preempted_fit_ends_as_one_that_was_not(cloud):
+    cloud.use("package")
+    (cloud.folder / "corpus").mkdir()
+    corpus = write_corpus(cloud.folder / "corpus")
+    slow = ("--trainer.callbacks+=cli_runs.SlowSteps", "--checkpoint.every_n_steps=10")
+    env = {"HOSTS": "1", "EXTRA_PATH": str(Path(__file__).parent), "RUN_ENV": "MUTRANSFORMER_CACHE=caches"}
+    (cloud.folder / "preempt").write_text("bucket/whole/**/*.ckpt")
+    cloud.ready("spot", "fit", *tiny(corpus, cloud.folder / "bucket" / "whole", *slow, "--resume=auto"), **env)
+    assert sum("--spot" in call for call in cloud.calls) == 2
+    (cloud.folder / "preempt").write_text("never")
+    cloud.ready("spot", "fit", *tiny(corpus, cloud.folder / "bucket" / "again", *slow, "--resume=auto"), **env)
+    assert sum("--spot" in call for call in cloud.calls) == 3
+    newest = [last_checkpoint(cloud.folder / "bucket" / name) for name in ("whole", "again")]
+    assert_same_state(*newest)
