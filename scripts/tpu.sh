@@ -17,7 +17,7 @@
 #   scripts/tpu.sh create && scripts/tpu.sh install && scripts/tpu.sh devices
 #   scripts/tpu.sh run fit --config configs/small.yaml --config configs/tpu.yaml
 #   scripts/tpu.sh spot fit --config configs/small.yaml --config configs/tpu.yaml \
-#       --trainer.default_root_dir=gs://my-bucket/mu --data.cache=gs://my-bucket/caches --resume auto
+#       --checkpoint.dirpath=gs://my-bucket/mu --data.cache=gs://my-bucket/caches --resume auto
 #
 # Variables: TPU_NAME, ZONE; to create also ACCELERATOR_TYPE. Optional: RUNTIME_VERSION (image, else by the type),
 # CREATE_FLAGS, SSH_FLAGS (more for gcloud, as --internal-ip), RUN_ENV ("NAME=VALUE ..." for the run; no secrets),

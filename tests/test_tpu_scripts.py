@@ -80,7 +80,8 @@ elif command == "compute tpus queued-resources delete":
         lose_hosts()
     state.unlink()
 elif command == "compute tpus tpu-vm describe":
-    print("READY")
+    node = cloud / "node"  # may be gone while the request is active still
+    print(node.read_text() if node.exists() else "READY")
 elif command == "compute tpus tpu-vm scp":
     for host in hosts.iterdir():
         shutil.copy(names[0], host)
@@ -466,6 +467,18 @@ def test_a_preempted_run_goes_on_to_its_end_on_the_next_tpu(cloud):
         assert (cloud.folder / "bucket" / f"host-{i}").read_text() == "15\n"
     assert sum("--spot" in call for call in cloud.calls) == 2
     assert not (cloud.folder / "state").exists()  # given back
+
+
+def test_a_node_that_was_preempted_counts_before_its_request_does(two_hosts):
+    two_hosts.ready("service", "fit", "--resume=auto")
+    (two_hosts.folder / "node").write_text("PREEMPTED")
+    watch = subprocess.Popen([str(SCRIPT), "spot", "fit", "--resume=auto"], env=two_hosts.env, stdout=subprocess.PIPE)
+    try:
+        assert watch.stdout is not None and watch.stdout.readline().endswith(b" mu: SUSPENDED\n")
+        assert watch.stdout.readline().endswith(b" mu: to be created\n")
+    finally:
+        watch.terminate()
+        watch.communicate()
 
 
 def test_spot_begun_again_finds_the_run_that_is_under_way(two_hosts):
