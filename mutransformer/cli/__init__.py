@@ -34,6 +34,7 @@ COMMANDS = {
     "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, SP must fail",
     "prepare": "fill the token cache of a config without training",
     "data": "list the token caches, and which of them a config would use (--verify compares hashes)",
+    "checkpoint": "consolidate FOLDER FILE: write a folder of shards, as a run on XLA leaves it, as one file",
     "describe": "print the parameter plan: role, init, learning rate and decay of every tensor; makes no weights",
 }
 
@@ -104,6 +105,11 @@ def _run(args: list[str]) -> None:
     )  # torch loads torch_xla where it is installed; its notices are no news
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module="lightning")
+    if command == "checkpoint":
+        from mutransformer.cli.checkpoint import run
+
+        run(rest)
+        return
     from mutransformer.cli.run import RunCLI
 
     RunCLI(command, rest)

@@ -278,6 +278,7 @@ def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -
             loss_line(trainer, "validation loss", last.get("val_loss")),
             f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
             f"data: {cast(Any, trainer).datamodule.epoch_summary()}",
+            *([watch.summary()] if (watch := getattr(trainer.strategy, "watch", None)) else []),
             f"run folder: {trainer.log_dir} (metrics.csv, config.yaml, loss.png)",
             f"checkpoint: {checkpoint.last_path}",
             f"next: mutransformer validate --ckpt_path {checkpoint.last_path}",
@@ -306,6 +307,8 @@ def _run_folder_logger(root: str) -> CSVLogger:
 
 
 def _trainer_error(error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
     return ConfigError("trainer", ..., " ".join(str(error).split()), "see `mutransformer COMMAND --help`")
 
 
