@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
+from mutransformer.model.cache import LayerCache
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.norm import rms_norm
 from mutransformer.model.rotary import rotate
@@ -51,23 +52,24 @@ def attention_weights(
     """Masks what a query may not see and turns scores into weights.
 
     Args:
-        scores_BHLM: square in L and M.
-        config: attention_activation, attention_normalization, norm_eps.
-        visible: from `visible_within`; None: all up to the query itself.
+        scores_BHLM: square in L and M where `visible` is None.
+        config: attention_activation, attention_normalization, sequence_len, norm_eps.
+        visible: from `visible_within` or a cache; None: all up to the query itself.
     Returns:
         weights_BHLM, same dtype; rows sum to one for softmax and, to norm_eps, for `sum`.
     Source:
         softmax; relu^2 and elu + 1 as in lucaslingle/mu_transformer, which divides by the length or the sum.
+        The length is the setting, not that of the input: a token's logits do not depend on what comes after it.
     """
-    length = scores_BHLM.shape[-1]
     if visible is None:
+        length = scores_BHLM.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool, device=scores_BHLM.device).tril()
     masked = scores_BHLM.masked_fill(~visible, MASKED)
     if config.attention_activation == "softmax":
         return masked.softmax(-1)
     raw = _ACTIVATIONS[config.attention_activation](masked)
     if config.attention_normalization == "length":
-        return raw / length
+        return raw / config.sequence_len
     if config.attention_normalization == "causal_count":
         return raw / visible.sum(-1, keepdim=True)
     return raw / (config.norm_eps + raw.sum(-1, keepdim=True))
@@ -103,6 +105,7 @@ def attention(
     scale: float,
     rotary: torch.Tensor | None,
     visible: torch.Tensor | None = None,
+    cache: LayerCache | None = None,
 ) -> torch.Tensor:
     """Self-attention of one block, from normalized input to what is added to the residual stream.
 
@@ -112,7 +115,8 @@ def attention(
         config: shape.
         scale: factor on the scores.
         rotary: from `rotary_table`, or None.
-        visible: from `visible_within`; None: all up to the query itself.
+        visible: from `visible_within` or a cache; None: all up to the query itself.
+        cache: keys and values of tokens before x, to which x's are added; None: x is all there is.
     Returns:
         out_BLD, same dtype.
     """
@@ -135,6 +139,8 @@ def attention(
         q_BHLK, k_BGLK = rotate(q_BHLK, rotary), rotate(k_BGLK, rotary)
         tap("query_rotated", q_BHLK)
         tap("key_rotated", k_BGLK)
+    if cache is not None:
+        k_BGLK, v_BGLK = cache.extend(k_BGLK, v_BGLK)
     k_BHLK, v_BHLK = _repeat_heads(k_BGLK, config.n_head), _repeat_heads(v_BGLK, config.n_head)
     if is_recording():
         with torch.no_grad():

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mutransformer.model.attention import attention, visible_within
+from mutransformer.model.cache import Cache
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.feedforward import feedforward
 from mutransformer.model.norm import rms_norm
@@ -44,6 +45,7 @@ class Decoder(nn.Module):
         tokens_BL: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_BL: torch.Tensor | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """Logits of the next token at every position.
 
@@ -51,6 +53,7 @@ class Decoder(nn.Module):
             tokens_BL: token ids.
             positions: positions_L or positions_BL; None: 0, 1, ...
             document_BL: number of the document at each position, in which attention stays; None: a row is one text.
+            cache: of the tokens before these, which it then holds too; gives positions and visibility itself.
         Returns:
             logits_BLV.
         """
@@ -63,20 +66,23 @@ class Decoder(nn.Module):
             x_BLD = self._norm(x_BLD, "gain_embedding")
         tap("embedding", x_BLD)
 
+        visible = None if document_BL is None else visible_within(document_BL)
+        layer_caches = None
+        if cache is not None:
+            positions, visible, layer_caches = cache.advance(tokens_BL.shape[1])
         rotary = None
         if config.rotary_base:
             if positions is None:
                 positions = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             rotary = rotary_table(positions, config.d_head, config.rotary_base, dtype)
 
-        visible = None if document_BL is None else visible_within(document_BL)
         stacked = {name: self.get_parameter(name).to(dtype).unbind(0) for name in self._stacked}
         for i in range(config.n_layer):
             layer = {name: slices[i] for name, slices in stacked.items()}
             normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_attention"))
-            x_BLD = x_BLD + _times(
-                attention(normed_BLD, layer, config, self.qk_scale, rotary, visible), self.residual_multiplier
-            )
+            layer_cache = None if layer_caches is None else layer_caches[i]
+            mixed_BLD = attention(normed_BLD, layer, config, self.qk_scale, rotary, visible, layer_cache)
+            x_BLD = x_BLD + _times(mixed_BLD, self.residual_multiplier)
             normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_feedforward"))
             x_BLD = x_BLD + _times(feedforward(normed_BLD, layer, config), self.residual_multiplier)
             tap("residual", x_BLD)
