@@ -35,16 +35,23 @@ class Event:
     is_last: bool
 
 
-def draws(seed: int, prompts: Sequence[Sequence[int]]) -> list[torch.Generator]:
-    """A CPU generator for each sequence, which depends on the seed, its prompt and how often that came before, alone."""
-    n_before: Counter[bytes] = Counter()
-    generators = []
-    for prompt in prompts:
-        content = ",".join(map(str, prompt)).encode()
-        digest = hashlib.sha256(b"%d/%d/" % (seed, n_before[content]) + content).digest()
-        n_before[content] += 1
-        generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
-    return generators
+class Draws:
+    """Random generators for sequences: each depends on the seed, its prompt and how often that came before, alone.
+
+    Args:
+        seed: any number.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._n_before: Counter[tuple[int, ...]] = Counter()
+
+    def generator(self, prompt: Sequence[int]) -> torch.Generator:
+        """A CPU generator for the next sequence of this prompt."""
+        key = tuple(prompt)
+        digest = hashlib.sha256(repr((self._seed, self._n_before[key], key)).encode()).digest()
+        self._n_before[key] += 1
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @torch.inference_mode()
@@ -93,7 +100,7 @@ def generate(
         decoder: with its weights, on any device.
         prompts: token ids, at least one each; prompts that are equal are read once.
         sampling: how to draw.
-        generators: from `draws`, one a prompt.
+        generators: from `Draws`, one a prompt.
         max_tokens: most tokens of a row, the stop token counted.
         stop_token: ends a row; None: none does.
         n_id: ids from here up, which pad the vocabulary, are never drawn; None: there are none.

@@ -169,6 +169,23 @@ def _export_hf(
     return Exported(architecture, kind is not None, n_files, difference, largest)
 
 
+def describe(exported: Exported, out: str) -> str:
+    """What was written, how it compares and how to load it, in a few lines."""
+    files = f"{exported.n_files} safetensors file" + ("s" if exported.n_files > 1 else "")
+    if not exported.architecture:
+        compared = "not compared" if exported.largest_difference is None else "read back to the same bits"
+        return f"{out}: tensors by our names, config.json; {files}, {compared}\nstart a run from it: --init_from {out}"
+    kind = "an architecture of transformers" if exported.is_stock else "a class of ours: this package must be imported"
+    compared = "logits were not compared"
+    if exported.largest_difference is not None:
+        compared = (
+            f"logits differ from the checkpoint's by {exported.largest_difference:.2g} at most "
+            f"(they go up to {exported.largest_logit:.3g})"
+        )
+    load = HOW_TO_LOAD[exported.is_stock].format(out=out)
+    return f"{out}: {exported.architecture}, {kind}; {files}\n{compared}\nload it: {load}"
+
+
 def stock_tensors(module: DecoderModule) -> Iterator[Tensor]:
     """The weights with all multipliers folded in, by the names of the stock architecture."""
     decoder, config = module.decoder, module.decoder.config
