@@ -114,9 +114,9 @@ def export(
     check_target(out)
     with _whole_or_not_at_all(Path(out)) as folder:
         if format == "safetensors":
-            n_files = _write_tensors(folder, _own_tensors(module.decoder, ""), shard_bytes)
             settings = {"model_type": MODEL_TYPE, "settings": own_settings(module), "eos_token_id": separator}
             _write_json(folder / "config.json", {**settings, "mutransformer_version": mutransformer.__version__})
+            n_files = _write_tensors(folder, _own_tensors(module.decoder, ""), shard_bytes)
             if verify:
                 _compare_tensors(folder, module.decoder)
             return Exported("", False, n_files, 0.0 if verify else None)
@@ -234,6 +234,7 @@ def _write_tensors(folder: Path, tensors: Iterator[Tensor], shard_bytes: int) ->
     for i, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file({t.name: t.make().contiguous() for t in shard}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # safetensors lets the owner alone read
         files.update(dict.fromkeys((t.name for t in shard), file))
     if len(shards) > 1:
         total = sum(t.n_bytes for shard in shards for t in shard)
@@ -247,7 +248,9 @@ def _write_tensors(folder: Path, tensors: Iterator[Tensor], shard_bytes: int) ->
 def _compare_logits(folder: Path, module: DecoderModule) -> tuple[float, float]:
     """(largest difference, largest logit) on random tokens, through transformers' own loading."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     config = module.decoder.config
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     shape = (2, min(config.sequence_len, 64))

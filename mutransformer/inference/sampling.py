@@ -50,7 +50,7 @@ def distribution(logits_BV: torch.Tensor, sampling: Sampling) -> tuple[torch.Ten
         token of each.
     """
     wide = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    sorted_BV, ids_BV = wide.sort(-1, descending=True, stable=True)
+    sorted_BV, ids_BV = wide.sort(dim=-1, descending=True, stable=True)
     # every filter keeps the first few of the falling order; the largest is taken off, as it may overflow when divided
     weights_BV = ((sorted_BV - sorted_BV[:, :1]) / sampling.temperature).softmax(-1)
     if sampling.top_k:

@@ -40,8 +40,8 @@ class Prompt:
 def read_prompts(
     data: TextDataModule,
     *,
-    prompt: str | None,
-    prompts: str | None,
+    prompt: str,
+    prompts: str,
     from_validation: int,
     prompt_tokens: int,
 ) -> list[Prompt]:
@@ -56,8 +56,8 @@ def read_prompts(
     Raises:
         ConfigError: several of them, or one that has no prompts.
     """
-    given = [name for name, value in (("prompt", prompt), ("prompts", prompts)) if value is not None]
-    given += ["from_validation"] if from_validation else []
+    options = {"prompt": prompt, "prompts": prompts, "from_validation": from_validation}
+    given = [name for name, value in options.items() if value]
     if len(given) > 1:
         raise ConfigError(given[0], ..., f"is given together with {given[1]}", "give one of them")
     for name, value, least in (("from_validation", from_validation, 0), ("prompt_tokens", prompt_tokens, 1)):
@@ -71,7 +71,7 @@ def read_prompts(
             raise ConfigError("from_validation", from_validation, rule, f"use at most {stream.n_documents}")
         heads = stream.heads(from_validation, prompt_tokens)
         return [Prompt(tokenizer.decode(ids[1:]), ids) for ids in heads]
-    documents = [os.fsencode(prompt or "")] if prompts is None else _lines(prompts)
+    documents = _lines(prompts) if prompts else [os.fsencode(prompt)]
     encoded = tokenizer.encode_batch(documents)
     pairs = zip(documents, encoded, strict=True)
     return [Prompt(document.decode(errors="replace"), [separator, *ids.tolist()]) for document, ids in pairs]
@@ -126,11 +126,9 @@ def sample(
     sequences = ((i, k, prompt) for i, prompt in numbered for k in range(1, n_samples + 1))
     try:
         for batch in _batches(sequences, batch_size):
-            headings = [
-                "" if as_json else ("" if is_one else f"--- prompt {i}, sample {k} ---\n") + _shown(prompt.text)
-                for i, k, prompt in batch
-            ]
-            output = InOrder(_write, headings)
+            titles = ["" if is_one else f"--- prompt {i}, sample {k} ---\n" for i, k, _ in batch]
+            starts = [title + _bold(_shown(p.text)) for title, (_, _, p) in zip(titles, batch, strict=True)]
+            output = InOrder(_write, [""] * len(batch) if as_json else starts)
             streams = [TextStream(tokenizer, prompt.ids) for _, _, prompt in batch]
             texts, counts = [""] * len(batch), [0] * len(batch)
             events = generate(
@@ -168,6 +166,10 @@ def _batches(sequences: Iterable[tuple[int, int, Prompt]], size: int) -> Iterato
 
 def _shown(text: str) -> str:
     return text.translate(_SHOWN) if sys.stdout.isatty() else text
+
+
+def _bold(text: str) -> str:
+    return f"\033[1m{text}\033[0m" if text and sys.stdout.isatty() else text
 
 
 def _write(text: str) -> None:
