@@ -1,7 +1,7 @@
 """Decoding with a cache: prompts of different lengths are read side by side, then all rows go on token by token.
 
-All shapes are the same whatever the prompts' lengths and however long it goes on: two compilations on XLA, one for
-reading prompts and one for a step.
+All shapes are the same whatever the prompts' lengths and however long it goes on. XLA compiles one graph for reading
+prompts, one for a step, and two small ones for the empty cache and the last step.
 """
 
 from __future__ import annotations
@@ -54,10 +54,16 @@ class Draws:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-@torch.inference_mode()
-def read_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Cache]:
+@torch.no_grad()
+def read_prompts(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], sync: Callable[[], None] = lambda: None
+) -> tuple[torch.Tensor, Cache]:
     """Reads prompts of any lengths, each of at least one token.
 
+    Args:
+        decoder: with its weights, on any device.
+        prompts: token ids.
+        sync: as for `generate`.
     Returns:
         logits_BV after the last token of each, and the cache that holds them all.
     """
@@ -74,13 +80,15 @@ def read_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> tuple[to
         dtype=decoder.compute_dtype or embedding.dtype,
         device=embedding.device,
     )
-    logits_BLV = torch.empty(0)
-    for part_BL in tokens_BL.to(embedding.device).split(CHUNK, dim=1):
-        logits_BLV = decoder(part_BL, cache=cache)
-    return logits_BLV[:, -1], cache
+    logits_BV = torch.empty(0)
+    sync()  # an empty cache is data like any other, and not a constant of the first chunk's graph
+    for part_BL in tokens_BL.split(CHUNK, dim=1):
+        logits_BV = decoder(part_BL.to(embedding.device), cache=cache)[:, -1]
+        sync()
+    return logits_BV, cache
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -111,7 +119,7 @@ def generate(
     distinct = {tuple(prompt): None for prompt in prompts}
     numbers = {prompt: i for i, prompt in enumerate(distinct)}
     device = decoder.get_parameter("embedding").device
-    logits_BV, cache = read_prompts(decoder, list(distinct))
+    logits_BV, cache = read_prompts(decoder, list(distinct), sync)
     if len(distinct) < len(prompts):
         rows = torch.tensor([numbers[tuple(prompt)] for prompt in prompts], device=device)
         logits_BV, cache = logits_BV[rows], cache.take(rows)

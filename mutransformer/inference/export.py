@@ -244,7 +244,7 @@ def _write_tensors(folder: Path, tensors: Iterator[Tensor], shard_bytes: int) ->
     return len(shards)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _compare_logits(folder: Path, module: DecoderModule) -> tuple[float, float]:
     """(largest difference, largest logit) on random tokens, through transformers' own loading."""
     from transformers import AutoModelForCausalLM

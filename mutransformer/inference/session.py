@@ -70,7 +70,8 @@ def read_prompts(
             rule = f"the validation split has {stream.n_documents} documents"
             raise ConfigError("from_validation", from_validation, rule, f"use at most {stream.n_documents}")
         heads = stream.heads(from_validation, prompt_tokens)
-        return [Prompt(tokenizer.decode(ids[1:]), ids) for ids in heads]
+        # a character that is cut through is shown once it is whole
+        return [Prompt(tokenizer.decode(ids[1:]).rstrip("\ufffd"), ids) for ids in heads]
     documents = _lines(prompts) if prompts else [os.fsencode(prompt)]
     encoded = tokenizer.encode_batch(documents)
     pairs = zip(documents, encoded, strict=True)

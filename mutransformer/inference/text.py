@@ -18,13 +18,13 @@ class TextStream:
 
     Args:
         tokenizer: of the model.
-        prompt: tokens before the first that is pushed.
+        prompt: tokens before the first that is pushed; a character that they leave unfinished is given out.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = prompt[-_CONTEXT:]
-        self._n_given = len(tokenizer.decode(self._ids))  # characters of their text
+        self._n_given = len(tokenizer.decode(self._ids).rstrip(_REPLACEMENT))  # characters of their text
         self._n_waiting = 0
 
     def push(self, token: int) -> str:

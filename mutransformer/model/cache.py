@@ -35,6 +35,7 @@ class Cache:
 
     A token attends to itself and to the `sequence_len` tokens before it, however many were read. A row's first tokens
     may be padding, so that rows of different lengths end together: their positions are negative and nobody sees them.
+    Without gradients alone: it is written in place.
 
     Args:
         config: shape of the decoder.
