@@ -151,8 +151,9 @@ def _export_hf(
         tensors = _own_tensors(decoder, PREFIX)
     config.architectures = [architecture]
     config.save_pretrained(folder)
+    # no pad token: were it the separator, transformers would take that at a prompt's beginning for padding
     GenerationConfig(
-        bos_token_id=separator, eos_token_id=separator, pad_token_id=separator, use_cache=kind is not None
+        bos_token_id=separator, eos_token_id=separator, use_cache=kind is not None
     ).save_pretrained(folder)
     tokenizer.save(folder)
     n_files = _write_tensors(folder, tensors, shard_bytes)
