@@ -107,8 +107,8 @@ class RunCLI(LightningCLI):
         parser.add_argument(
             "--init_from",
             type=str | None,
-            help="Weights that `fit` begins with instead of drawing them: a folder of `export`, one of a Llama-like model "
-            "of transformers, or a checkpoint, whatever its multipliers. A run that goes on from ckpt_path reads none.",
+            help="Weights that `fit` begins with instead of drawing them, whatever their multipliers: a checkpoint, a "
+            "folder of `export`, or one of a Llama-like model of transformers. A run that resumes does not read it.",
         )
         for source, target, how in LINKS:
             parser.link_arguments(source, target, **how)

@@ -152,9 +152,7 @@ def _export_hf(
     config.architectures = [architecture]
     config.save_pretrained(folder)
     # no pad token: were it the separator, transformers would take that at a prompt's beginning for padding
-    GenerationConfig(
-        bos_token_id=separator, eos_token_id=separator, use_cache=kind is not None
-    ).save_pretrained(folder)
+    GenerationConfig(bos_token_id=separator, eos_token_id=separator, use_cache=kind is not None).save_pretrained(folder)
     tokenizer.save(folder)
     n_files = _write_tensors(folder, tensors, shard_bytes)
     exported = Exported(architecture, kind is not None, n_files)
@@ -239,9 +237,7 @@ def _write_tensors(folder: Path, tensors: Iterator[Tensor], shard_bytes: int) ->
         files.update(dict.fromkeys((t.name for t in shard), file))
     if len(shards) > 1:
         total = sum(t.n_bytes for shard in shards for t in shard)
-        _write_json(
-            folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": files}
-        )
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": files})
     return len(shards)
 
 
@@ -303,7 +299,8 @@ def _readme(exported: Exported, out: str, separator: int) -> str:
     needs = "transformers alone" if exported.is_stock else "the package mutransformer, which registers the class"
     return f"""# {name}
 
-A decoder trained with mutransformer {mutransformer.__version__}, as `{exported.architecture}`. To load it takes {needs}:
+A decoder trained with mutransformer {mutransformer.__version__}, as `{exported.architecture}`.
+To load it takes {needs}:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

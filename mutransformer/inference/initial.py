@@ -111,7 +111,7 @@ def _check_fits(weights: Weights, config: DecoderConfig) -> None:
         pairs["attention_normalization"] = config.attention_normalization, theirs.attention_normalization
         if config.attention_normalization == "length":
             pairs["sequence_len"] = config.sequence_len, theirs.sequence_len
-    sections = dict.fromkeys(("sequence_len", "vocab_size"), "data")
+    sections: dict[str, str] = dict.fromkeys(("sequence_len", "vocab_size"), "data")
     for name, (ours, other) in pairs.items():
         if ours != other:
             field = f"{sections.get(name, 'model.decoder')}.{name}"

@@ -1,4 +1,4 @@
-"""Keys and values of tokens seen before, so that a decoder reads each token once. Read by `decoder.py`, `attention.py`."""
+"""Keys and values of tokens seen before, so that a decoder reads each token once. Read by `decoder.py`."""
 
 from __future__ import annotations
 

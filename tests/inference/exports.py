@@ -1,4 +1,4 @@
-"""Decoders whose every tensor and multiplier does something, as checkpoints, for the tests of what is written of them."""
+"""Decoders whose every tensor and multiplier does something, for the tests of what is written of them."""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ import torch, torch_xla, torch_xla.debug.metrics as met
 from helpers import make_decoder, small
 from mutransformer.inference.decoding import Draws, generate
 from mutransformer.inference.sampling import Sampling
-cpu = make_decoder(small(sequence_len=16, n_kv_head=1), dtype=torch.float32, output_multiplier=20.0).requires_grad_(False)
+shape = small(sequence_len=16, n_kv_head=1)
+cpu = make_decoder(shape, dtype=torch.float32, output_multiplier=20.0).requires_grad_(False)
 prompts = [[[0], [0, 5, 7]], [[0, *([3, 4] * 90)], [0, 9]]]
 expected = []
 for pair in prompts:

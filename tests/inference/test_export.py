@@ -201,9 +201,7 @@ def test_a_file_that_cannot_grow_leaves_nothing(format, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
     try:
         with pytest.raises(SaveError, match="could not be written"):
-            export_room.export(
-                module, str(tmp_path / "x"), format=format, tokenizer=ByteTokenizer(), separator=1
-            )
+            export_room.export(module, str(tmp_path / "x"), format=format, tokenizer=ByteTokenizer(), separator=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert nothing_left(tmp_path)

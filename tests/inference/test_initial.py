@@ -116,13 +116,13 @@ def test_what_does_not_fit_is_named_in_a_line(name, base):
 def test_a_gain_without_a_place_is_named(tmp_path):
     module = module_of({"qk_norm": True, "norm_gains": "vector"})
     for path in places(module, tmp_path):
-        with pytest.raises(ConfigError, match="gain_query other than 1.*use vector"):
+        with pytest.raises(ConfigError, match=r"gain_query other than 1.*use vector"):
             begun_from(path, {"qk_norm": True})
     tied = module_of({"tie_embeddings": True})
     (tmp_path / "tied").mkdir()
     for path in places(tied, tmp_path / "tied"):
         assert_same_logits(tied, begun_from(path, {"tie_embeddings": True}))
-        with pytest.raises(ConfigError, match="gain_final other than 1.*tie_embeddings=false"):
+        with pytest.raises(ConfigError, match=r"gain_final other than 1.*tie_embeddings=false"):
             begun_from(path, {"tie_embeddings": True}, output_multiplier=1.0)
 
 

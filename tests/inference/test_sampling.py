@@ -53,7 +53,9 @@ def test_the_nucleus_is_that_of_what_top_k_left():
 def test_draws_have_the_distribution():
     n = 4000
     sampling = Sampling(temperature=0.8, top_k=6, top_p=0.9)
-    uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n  # evenly: no chance, so the tolerance is one draw a token
+    uniform = (
+        torch.arange(n, dtype=torch.float64) + 0.5
+    ) / n  # evenly: no chance, so the tolerance is one draw a token
     drawn = choose(LOGITS[:1].expand(n, V), sampling, uniform)
     shares = torch.bincount(drawn, minlength=V) / n
     assert torch.allclose(shares.double(), probabilities(LOGITS[:1], sampling)[0], rtol=0, atol=1.5 / n)

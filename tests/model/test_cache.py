@@ -96,9 +96,7 @@ def test_rows_of_different_lengths_end_together(name):
     padded_BL = torch.zeros_like(tokens_BL)
     for row, length in enumerate(lengths):
         padded_BL[row, -length:] = tokens_BL[row, :length]
-    cache = Cache(
-        decoder.config, 3, chunk=4, n_padding=2 * T - torch.tensor(lengths), dtype=torch.float64
-    )
+    cache = Cache(decoder.config, 3, chunk=4, n_padding=2 * T - torch.tensor(lengths), dtype=torch.float64)
     logits = in_parts(decoder, padded_BL, [4] * 4, cache)[:, -1]
     assert cache.next_position_B.tolist() == lengths
     more = decoder(padded_BL[:, :1], cache=cache)[:, -1]

@@ -92,7 +92,9 @@ def test_logits_are_the_same_everywhere(tmp_path_factory, shape, parametrization
     assert exported.is_stock == (stock.model_type(loaded.decoder.config) is not None)
     logits["export"] = AutoModelForCausalLM.from_pretrained(out)(tokens_BL).logits
 
-    begun = make_module(small(**{**shape, "norm_gains": "vector"}), mup(**{**parametrization, "output_multiplier": 0.7}))
+    begun = make_module(
+        small(**{**shape, "norm_gains": "vector"}), mup(**{**parametrization, "output_multiplier": 0.7})
+    )
     begun.initializer = Initializer(open_weights(str(checkpoint)), begun.config["decoder"], begun.plan)
     begun.configure_model()
     logits["a run begun from it"] = begun(tokens_BL)
