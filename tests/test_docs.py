@@ -397,9 +397,9 @@ def test_the_steps_of_sampling_are_the_fields_in_their_order():
 def test_the_architectures_of_an_export_are_those_of_the_table():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    rows = table(SAMPLING, "activation", "`qk_norm`", "class in transformers")
+    rows = table(SAMPLING, "`activation`", "`qk_norm`", "class in transformers")
     listed = {
-        (row["activation"] == "`swiglu`", row["`qk_norm`"] == "`true`"): code(row["class in transformers"])[0]
+        (row["`activation`"] == "`swiglu`", row["`qk_norm`"] == "`true`"): code(row["class in transformers"])[0]
         for row in rows
     }
     names = {key: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for key, kind in stock.ARCHITECTURES.items()}
