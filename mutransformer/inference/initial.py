@@ -36,7 +36,7 @@ class Initializer:
 
     def __init__(self, weights: Weights, config: DecoderConfig, plan: Plan) -> None:
         _check_fits(weights, config)
-        self._weights, self._config, self._plan = weights, config, plan
+        self._weights, self._config = weights, config
         self._factors = factors(config, plan)
         self._layers = {row.name: range(config.n_layer) if row.axes[0] == "layers" else (None,) for row in plan.rows}
         self._before = {matrix: gain for matrix, gain in _BEFORE.items() if matrix in self._layers}

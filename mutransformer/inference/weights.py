@@ -84,7 +84,12 @@ def load_module(path: str | os.PathLike[str]) -> DecoderModule:
 def weights_of(path: str, decoder: Decoder, plan: Plan) -> Weights:
     """The weights that a decoder holds."""
     tensors = dict(decoder.named_parameters())
-    return Weights(path, decoder.config, factors(decoder.config, plan), _sliced(tensors.get))
+
+    def read(name: str, layer: int | None) -> torch.Tensor | None:
+        tensor = tensors.get(name)
+        return tensor if tensor is None or layer is None else tensor[layer]
+
+    return Weights(path, decoder.config, factors(decoder.config, plan), read)
 
 
 def open_weights(path: str) -> Weights:
@@ -104,7 +109,7 @@ def open_weights(path: str) -> Weights:
         config, plan = own_shape(settings["settings"])
         names = {row.name: row.name if row.name in tensors.files else PREFIX + row.name for row in plan.rows}
         tensors.require(names.values())
-        return Weights(path, config, factors(config, plan), _sliced(lambda name: tensors.get(names.get(name, ""))))
+        return Weights(path, config, factors(config, plan), lambda name, layer: tensors.get(names.get(name), layer))
     config = stock.shape_of(path, settings)
     stock_names = {(ours, layer): name for name, ours, layer in stock.tensor_names(config)}
     tensors.require(stock_names.values())
@@ -114,7 +119,7 @@ def open_weights(path: str) -> Weights:
     }
 
     def read(name: str, layer: int | None) -> torch.Tensor | None:
-        tensor = tensors.get(stock_names.get((name, layer), ""))
+        tensor = tensors.get(stock_names.get((name, layer)))
         return None if tensor is None else tensor.reshape(shapes[name])
 
     return Weights(path, config, {}, read)
@@ -166,9 +171,12 @@ class TensorFolder:
             if name not in self.files:
                 raise ConfigError("init_from", self.path, f"lacks tensor {name}", "give a whole folder")
 
-    def get(self, name: str) -> torch.Tensor | None:
-        """A tensor; None where there is none of that name."""
-        return self._handle(self.files[name]).get_tensor(name) if name in self.files else None
+    def get(self, name: str | None, layer: int | None = None) -> torch.Tensor | None:
+        """A tensor, or its slice of one layer; None where there is none of that name."""
+        if name is None or name not in self.files:
+            return None
+        whole = self._handle(self.files[name]).get_slice(name)
+        return whole[:] if layer is None else whole[layer]
 
     def _handle(self, file: str) -> Any:
         from safetensors import safe_open
@@ -176,16 +184,6 @@ class TensorFolder:
         if file not in self._open:
             self._open[file] = safe_open(Path(self.path, file), framework="pt")
         return self._open[file]
-
-
-def _sliced(get: Callable[[str], torch.Tensor | None]) -> Callable[[str, int | None], torch.Tensor | None]:
-    """From whole tensors to those of a layer."""
-
-    def read(name: str, layer: int | None) -> torch.Tensor | None:
-        tensor = get(name)
-        return tensor if tensor is None or layer is None else tensor[layer]
-
-    return read
 
 
 def _config_json(path: str) -> dict[str, Any]:

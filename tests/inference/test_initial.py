@@ -80,6 +80,30 @@ def test_a_tied_model_can_begin_an_untied_one(tmp_path):
         assert_same_logits(module, begun_from(path, {"norm_gains": "none"}, **OTHERS))
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "arcee", "apertus"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_that_transformers_made_gives_its_logits_here(kind, is_tied, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 88, "max_position_embeddings": 16, "hidden_act": "silu"}
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    config = AutoConfig.for_model(kind, **sizes, rope_parameters=rope, tie_word_embeddings=is_tied)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path, max_shard_size=20_000)
+    shape = {"n_kv_head": 2, "ff_multiple": 2.75, "rotary_base": 500.0, "norm_gains": "vector"}
+    shape |= {"norm_eps": config.rms_norm_eps, "qk_norm": kind in ("qwen3", "apertus"), "tie_embeddings": is_tied}
+    shape |= {"activation": "swiglu" if kind in ("llama", "qwen3") else "silu"}
+    begun = begun_from(tmp_path, shape, **OTHERS)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    assert (begun(TOKENS) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 CHANGES = {
     "d_model": ({"d_model": 64}, "model.decoder.d_model=64: PATH has d_model 32; use 32"),
     "n_layer": ({"n_layer": 3}, "model.decoder.n_layer=3: PATH has n_layer 2; use 2"),
