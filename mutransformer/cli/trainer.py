@@ -217,8 +217,8 @@ class RunTrainer(Trainer):
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         sources = {"prompt": prompt, "prompts": prompts, "from_validation": from_validation}
         chosen = session.read_prompts(datamodule, **sources, prompt_tokens=prompt_tokens)
-        decoder = load_module(str(ckpt_path)).decoder.to(device)
-        decoder.compute_dtype = compute_dtype(trainer["precision"])
+        # cast once: the same bits as casting at each use, as nothing here changes a weight
+        decoder = load_module(str(ckpt_path)).decoder.to(device, compute_dtype(trainer["precision"]))
         session.sample(
             decoder,
             datamodule.tokenizer,
@@ -248,7 +248,7 @@ class RunTrainer(Trainer):
             out: the folder to make; not there yet, or empty.
             format: `hf`: with the multipliers folded into the weights of an architecture that transformers has, where
                 one fits, else in a class that this package registers; `safetensors`: our tensors by name.
-            verify: read the folder back and compare; takes memory for a whole model with `hf`.
+            verify: read the folder back and compare; with `hf` by logits.
         """
         from mutransformer.inference.export import describe, export
         from mutransformer.inference.weights import load_module
