@@ -30,6 +30,8 @@ COMMANDS = {
     "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
     "validate": "validation loss of a checkpoint (--ckpt_path)",
     "test": "test loss of a checkpoint (--ckpt_path)",
+    "sample": "go on with prompts, token by token (--ckpt_path, --prompt)",
+    "export": "write a checkpoint as a folder that transformers loads, or as plain safetensors (--ckpt_path, --out)",
     "coordcheck": "train a few steps at several widths: does every tensor keep its size? PASS or FAIL, SP must fail",
     "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, SP must fail",
     "prepare": "fill the token cache of a config without training",

@@ -21,9 +21,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mutransformer.cli.config_files import flatten, given_keys, in_order_of_precedence
 from mutransformer.cli.parse_errors import from_message
-from mutransformer.cli.trainer import METHODS, WITHOUT_TRAINER, RunTrainer
+from mutransformer.cli.trainer import METHODS, NEED_CHECKPOINT, WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import ConfigError
+from mutransformer.inference.initial import Initializer
+from mutransformer.inference.weights import open_weights
 from mutransformer.training.callbacks import (
     DetectNonFinite,
     LossPlot,
@@ -39,7 +41,7 @@ from mutransformer.training.module import (
     LINKED_SETTINGS,
     NOT_FOR_TRAINER,
     DecoderModule,
-    check_precision,
+    compute_dtype,
 )
 
 # (set by the user, follows from it, how)
@@ -124,6 +126,12 @@ class RunCLI(LightningCLI):
         parser.add_argument(
             "--detect_nan", type=bool, default=True, help="Stop at the first loss or gradient that is not finite."
         )
+        parser.add_argument(
+            "--init_from",
+            type=str | None,
+            help="Weights that `fit` begins with instead of drawing them, whatever their multipliers: a checkpoint, a "
+            "folder of `export`, or one of a Llama-like model of transformers. A run that resumes does not read it.",
+        )
         for source, target, how in LINKS:
             parser.link_arguments(source, target, **how)
 
@@ -148,7 +156,7 @@ class RunCLI(LightningCLI):
         """
         section = self._section(self.config)
         command, ckpt_path = self.config.subcommand, section.get("ckpt_path")
-        if not ckpt_path and (ckpt_path == "" or command in ("validate", "test")):
+        if not ckpt_path and (ckpt_path == "" or command in NEED_CHECKPOINT):
             raise ConfigError("ckpt_path", ckpt_path, "names no weights", "give the path of a checkpoint")
         if not ckpt_path or "://" in str(ckpt_path):
             return
@@ -189,7 +197,7 @@ class RunCLI(LightningCLI):
             return RunTrainer.without_engine(self.resolve, _as_list(loggers))
         config = self._section(cast(Namespace, self.config_init))
         trainer, checkpoint = config.trainer, config.checkpoint
-        check_precision(trainer.precision)
+        compute_dtype(trainer.precision)
         for name, value in engine_options(trainer.accelerator, trainer.strategy).items():
             trainer[name] = value
         for name in NOT_FOR_TRAINER:
@@ -236,6 +244,10 @@ class RunCLI(LightningCLI):
             raise ConfigError("trainer.accumulate_grad_batches", n_parts, rule, f"use {n_rows}")
         if check := getattr(self.trainer.strategy, "check", None):
             check(self.model.config["decoder"], n_rows, n_parts)
+        config = self._section(self.config)
+        if config.init_from and not config.get("ckpt_path"):
+            weights = open_weights(config.init_from)
+            self.model.initializer = Initializer(weights, self.model.config["decoder"], self.model.plan)
         self.datamodule.setup("fit")
         self.datamodule.train_dataloader()
         folder = Path(str(self.trainer.log_dir))
