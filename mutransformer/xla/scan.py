@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
 from mutransformer.model.layers import Block, Layer, Remat, loop_layers
+from mutransformer.model.linear import CONTRACT
 from mutransformer.model.tap import is_recording
+from mutransformer.xla.sharding import MARK
 
 
 class ScannedLayers:
@@ -100,7 +102,7 @@ def _keeping(*targets: Any) -> Callable[..., Any]:
 
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {
-    "none": _keeping(torch.ops.mutransformer.mark.default),
+    "none": _keeping(MARK),
     "block": _keeping(),
-    "dots": _keeping(torch.ops.mutransformer.contract.default),
+    "dots": _keeping(CONTRACT),
 }

@@ -125,7 +125,7 @@ def test_coordinate_check_finds_the_same_numbers(tmp_path):
     found, wanted = (read(tmp_path / name / "coordcheck.csv") for name in ("xla", "cpu"))
     assert found.keys() == wanted.keys() and len(wanted) > 1000
     # Adam's first steps divide by gradients that rounding has touched
-    off = [key for key, value in wanted.items() if abs(found[key] - value) > 2e-4 * abs(value) + 1e-7]
+    off = [key for key, value in wanted.items() if abs(found[key] - value) > 1e-3 * abs(value) + 1e-7]
     assert off == []
 
 
