@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -154,13 +153,18 @@ class SPMDStrategy(Strategy):
         self.sharding.shape.check_batch(n_rows, n_parts)
 
     @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
     def decoder(self) -> Decoder:
         """The decoder of the module.
 
         Raises:
             ConfigError: the module has none.
         """
-        for module in self.lightning_module.modules():
+        for module in self._module.modules():
             if isinstance(module, Decoder):
                 return module
         raise ConfigError(
@@ -235,7 +239,7 @@ class SPMDStrategy(Strategy):
             is_split = self.world_size > 1  # then over all devices first, as torch_xla asks for
             rows = ("X", "Y") if is_split else "X"
             spec = xs.ShardingSpec(self.sharding.mesh, (rows, *(None,) * (tensor.dim() - 1)), minibatch=is_split)
-            return xm.send_cpu_data_to_device([tensor], runtime.device(), spec)[0]
+            return cast(list[torch.Tensor], xm.send_cpu_data_to_device([tensor], runtime.device(), spec))[0]
 
         return tree_map_only(torch.Tensor, send, batch)
 
@@ -288,10 +292,10 @@ class SPMDStrategy(Strategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        saved, own = checkpoint["state_dict"], self.lightning_module.state_dict()
+        saved, own = checkpoint["state_dict"], self._module.state_dict()
         if saved.keys() != own.keys():
             raise ShardingError(f"the checkpoint's weights and the model's differ: {sorted(saved.keys() ^ own.keys())}")
-        parameters = dict(self.lightning_module.named_parameters())
+        parameters = dict(self._module.named_parameters())
         self._fill(checkpoint, {("state_dict", name): parameters[name] for name in own})
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -319,7 +323,10 @@ class SPMDStrategy(Strategy):
             shards.load(self._folder, into=parts)
         else:
             for keys in tensors:
-                parts[shards.key_of(keys)].take_from(reduce(lambda tree, key: tree[key], keys, checkpoint))
+                whole: Any = checkpoint
+                for key in keys:
+                    whole = whole[key]
+                parts[shards.key_of(keys)].take_from(whole)
         for keys, tensor in tensors.items():
             sharding.fill(tensor, parts[shards.key_of(keys)])
 
