@@ -54,6 +54,7 @@ class SPMDStrategy(Strategy):
         self._specs: dict[str, Spec] = {}
         self._marks = ExitStack()
         self._is_checked = False
+        self._n_evaluation_rows = 0
         self._folder: Any = None  # of shards, that the run is restored from
 
     # the environment
@@ -241,7 +242,21 @@ class SPMDStrategy(Strategy):
             spec = xs.ShardingSpec(self.sharding.mesh, (rows, *(None,) * (tensor.dim() - 1)), minibatch=is_split)
             return cast(list[torch.Tensor], xm.send_cpu_data_to_device([tensor], runtime.device(), spec))[0]
 
+        if self._module.trainer.evaluating and isinstance(batch, Mapping):
+            batch = self._filled(batch)
         return tree_map_only(torch.Tensor, send, batch)
+
+    def _filled(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A batch of evaluation with as many rows as the first one, so that all have one graph; a mask takes out those
+        that were added."""
+        n_rows, length = batch["tokens"].shape
+        unit = self.sharding.shape.unit // self.world_size
+        n_full = self._n_evaluation_rows = max(self._n_evaluation_rows, -(-n_rows // unit) * unit)
+        filled = {"mask": torch.ones(n_rows, length - 1, dtype=torch.bool), **batch}
+        rows = torch.arange(n_full).clamp(max=n_rows - 1)
+        filled = {name: tensor[rows] for name, tensor in filled.items()}
+        filled["mask"] = filled["mask"] * (torch.arange(n_full) < n_rows)[:, None]
+        return filled
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         out = super().training_step(batch, *args, **kwargs)

@@ -61,6 +61,13 @@ def test_an_odd_batch_is_caught_with_its_shape():
     )
 
 
+def test_a_last_batch_of_any_size_counts_and_has_the_graph_of_the_others():
+    found, plain = on_devices.run(8, "evaluate", mesh=[4, 2]), cases.evaluate(None)
+    assert found["n"] == {"test": 1}
+    assert found["n_targets"] == plain["n_targets"] == (2 * cases.N_ROWS + 5) * cases.LENGTH
+    assert found["loss"] == pytest.approx(plain["loss"], abs=1e-6)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
