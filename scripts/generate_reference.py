@@ -26,8 +26,8 @@ from mutransformer.cli.trainer import METHODS, WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.model.config import DecoderConfig
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
-from mutransformer.training.callbacks import RunCheckpoint
 from mutransformer.training.module import DecoderModule
+from mutransformer.training.run_checkpoint import RunCheckpoint
 from mutransformer.training.schedule import ScheduleConfig
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

@@ -396,7 +396,7 @@ def test_damaged_checkpoint_of_a_point_is_no_obstacle(tmp_path, corpus):
     for point in out.glob("points/*"):
         folder = again / "points" / point.name / "checkpoints"
         folder.mkdir(parents=True)
-        (folder / "last.ckpt").write_text("junk")
+        (folder / "step_00000005.ckpt").write_text("junk")
     main(command(corpus, again, **options))
     assert without_times(table_of(again)) == without_times(table_of(out))
 
@@ -432,7 +432,7 @@ def test_diverged_point_is_a_row(tmp_path, corpus):
 
 def test_point_goes_on_from_its_checkpoint(tmp_path, corpus, monkeypatch):
     """A run of hours must not begin again: stopped in its middle, it ends with the losses of one that was not."""
-    from mutransformer.training.callbacks import RunCheckpoint
+    from mutransformer.training.run_checkpoint import RunCheckpoint
 
     options = {"checkpoint.every_n_steps": 5, "widths": "[8,16]", "log2_learning_rates": "[-6]", "seeds": "[1]"}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
