@@ -55,6 +55,12 @@ def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -
     return "\n".join(lines)
 
 
+def run_folder_of(checkpoint: str) -> str:
+    """The folder of the run that a checkpoint is of: where it lies, or above its `checkpoints`."""
+    above = checkpoint.rpartition("/")[0] or "."
+    return (above.rpartition("/")[0] or ".") if above.rpartition("/")[2] == "checkpoints" else above
+
+
 def record_evaluation(checkpoint: str, command: str, row: Mapping[str, Any]) -> str:
     """Adds a line to `evaluations.csv` in the run folder of a checkpoint.
 
@@ -65,8 +71,7 @@ def record_evaluation(checkpoint: str, command: str, row: Mapping[str, Any]) -> 
     Returns:
         Where it was written, or why it was not: what was measured has been printed, and is not to be lost for this.
     """
-    above = checkpoint.rpartition("/")[0] or "."
-    folder = above.removesuffix("/checkpoints") if above.endswith("/checkpoints") else above
+    folder = run_folder_of(checkpoint)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     new = {"time": now, "command": command, "checkpoint": checkpoint, **row}
     try:

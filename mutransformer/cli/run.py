@@ -21,7 +21,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mutransformer.cli.config_files import flatten, given_keys, in_order_of_precedence
 from mutransformer.cli.describe import row_values
 from mutransformer.cli.parse_errors import from_message
-from mutransformer.cli.report import fit_summary, loss_line, model_card, record_evaluation, warn, write_whole
+from mutransformer.cli.report import (
+    fit_summary,
+    loss_line,
+    model_card,
+    record_evaluation,
+    run_folder_of,
+    warn,
+    write_whole,
+)
 from mutransformer.cli.trainer import METHODS, WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import ConfigError
@@ -150,9 +158,9 @@ class RunCLI(LightningCLI):
         Lightning's own would override in silence what was typed.
         """
         section = self._section(self.config)
-        if section.pop("resume", None) == "auto":
+        if section.get("resume"):
             self._resume(section)
-        section["resume"] = None  # config.yaml is that of a run which begins
+            section.resume = None  # config.yaml is that of a run which begins
         command, ckpt_path = self.config.subcommand, section.get("ckpt_path")
         if not ckpt_path and (ckpt_path == "" or command in ("validate", "test")):
             raise ConfigError("ckpt_path", ckpt_path, "names no weights", "give the path of a checkpoint")
@@ -279,8 +287,7 @@ class RunCLI(LightningCLI):
         self.datamodule.train_dataloader()
         folder = Path(str(self.trainer.log_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        parser = self._parser(self.subcommand)
-        text = parser.dump(self._section(self.config), skip_none=False, skip_link_targets=True)
+        text = self._config_text()
         if self.trainer.is_global_zero:
             write_whole(folder / "config.yaml", text)
         for warning in self.model.plan.warnings:
@@ -288,6 +295,15 @@ class RunCLI(LightningCLI):
         n_tokens = self.datamodule.tokens_per_batch
         print(f"{self.model.plan.count:,} parameters, {n_tokens:,} tokens a step, into {folder}")
         self._start_wandb(folder, self._resumed.wandb_id if self._resumed else None)
+
+    def _config_text(self) -> str:
+        """All settings; of the command's own options those alone that were set, so that other commands read it too."""
+        parser, section = self._parser(self.subcommand), self._section(self.config)
+        tree = yaml.safe_load(parser.dump(section, skip_none=False, skip_link_targets=True))
+        for name in self._subcommand_method_arguments[self._only]:
+            if tree[name] == parser.get_default(name):
+                del tree[name]
+        return yaml.safe_dump(tree, sort_keys=False)
 
     def _start_wandb(self, folder: Path, run_id: str | None) -> None:
         rows = [row_values(row) for row in self.model.plan.rows]
@@ -307,7 +323,7 @@ class RunCLI(LightningCLI):
         path = str(self._section(self.config).ckpt_path)
         saved = load_plain(path)
         self.metrics.evaluated_step = saved["global_step"]
-        folder = Path(path).parent if "://" not in path else Path(self.trainer.default_root_dir)
+        folder = Path(run_folder_of(path) if "://" not in path else self.trainer.default_root_dir)
         self._start_wandb(folder, saved.get("callbacks", {}).get("WandbId", {}).get("id"))
 
     before_validate = before_test = _before_evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class ProfileSteps(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step + 1 == self.first and trainer.is_global_zero:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or it reports that there is no GPU as an error
             self._profiler = _profiler(pl_module.device)
             self._profiler.start()
 

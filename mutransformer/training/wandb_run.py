@@ -58,8 +58,9 @@ class WandbRun(WandbLogger):
             return self._experiment
         import wandb
 
-        settings = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S, "quiet": True}
+        settings = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S, "silent": True}
         known = {name: value for name, value in settings.items() if name in wandb.Settings.model_fields}
+        self._wandb_init.pop("anonymous", None)  # Lightning's, of which wandb says that it has no effect
         self._wandb_init.update(mode=_mode(self._is_offline_wanted), settings=wandb.Settings(**known))
         try:
             return super().experiment
@@ -86,8 +87,8 @@ class WandbRun(WandbLogger):
         self.log_hyperparams(dict(config))
         columns = list(plan[0])
         self.log_table("plan", columns=columns, data=[[_cell(row[name]) for name in columns] for row in plan])
-        if run.settings.mode == "offline":
-            print(f"wandb: offline; to send it: wandb sync {Path(run.dir).parent}")
+        where = f"offline; to send it: wandb sync {Path(run.dir).parent}" if run.offline else run.url
+        print(f"wandb: {where}")
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
