@@ -85,10 +85,20 @@ class WandbRun(WandbLogger):
         self._id = run.id
         run.define_metric("tokens")
         self.log_hyperparams(dict(config))
-        columns = list(plan[0])
-        self.log_table("plan", columns=columns, data=[[_cell(row[name]) for name in columns] for row in plan])
+        if not run.resumed and resumed_id is None:
+            self._log_plan(plan)
         where = f"offline; to send it: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         print(f"wandb: {where}")
+
+    def _log_plan(self, plan: list[dict[str, Any]]) -> None:
+        import wandb
+
+        columns = list(plan[0])
+        rows = [[_cell(row[name]) for name in columns] for row in plan]
+        try:
+            self.experiment.log({"plan": wandb.Table(columns=columns, data=rows)})
+        except Exception as error:  # whatever a server answers: training does not depend on it
+            print(f"warning: wandb did not take the table of the plan ({type(error).__name__})", file=sys.stderr)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
