@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,9 @@ def fit(module: DecoderModule, folder: Path, batches: Iterable[Any], **arguments
     trainer = make_trainer(folder, len(loader), **{"precision": "64-true", "limit_val_batches": 0, **arguments})
     trainer.fit(module, loader, Batches(random_batch()))
     return trainer
+
+
+def metrics_of(folder: Path, version: int = 0) -> list[dict[str, float]]:
+    """The rows of the run's metrics.csv, without what is empty in a row."""
+    with (folder / f"version_{version}" / "metrics.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]

@@ -105,8 +105,7 @@ class StopOnSignal(Callback):
     def _stop_if_received(self, trainer: Trainer) -> None:
         if self._received is not None:
             began = time.perf_counter()
-            self._checkpoint.save(trainer)
-            checkpoint = self._checkpoint.settle(trainer)
+            checkpoint = self._checkpoint.save_and_settle(trainer)
             raise Interrupted(
                 self._received,
                 f"stopped after step {trainer.global_step}, saved {checkpoint} in {time.perf_counter() - began:.1f} s\n"

@@ -63,6 +63,7 @@ class RunCheckpoint(Checkpoint):
         self._begun: int | None = None  # step of the one being written
         self._saved_step = -1
         self._has_stepped = False
+        self._owes_validation = False  # the newest checkpoint is from a step whose validation had not ended
         self._run = ""  # name of the run folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -73,14 +74,29 @@ class RunCheckpoint(Checkpoint):
             remove_unfinished(self.dirpath)
             self._paths = checkpoints_in(self.dirpath)
 
-    def save(self, trainer: Trainer) -> None:
-        """Writes the checkpoint of the present step, or begins to, unless it was written already."""
+    def save(self, trainer: Trainer, *, owes_validation: bool = False) -> None:
+        """Writes the checkpoint of the present step, or begins to, unless it was written already.
+
+        Args:
+            trainer: that is training.
+            owes_validation: what resumes from it is to validate first.
+        """
         step = trainer.global_step
         if self._saved_step != step:
             self.settle(trainer)
+            self._owes_validation = owes_validation
             trainer.save_checkpoint(f"{self.dirpath}/{checkpoint_name(step)}", weights_only=False)
             self._saved_step = self._begun = step
             self._settle_if_written(trainer)
+
+    def save_and_settle(self, trainer: Trainer) -> str | None:
+        """Writes the checkpoint of the present step, whatever Lightning was about to do, and waits until it is there.
+
+        Returns:
+            Its path.
+        """
+        self.save(trainer, owes_validation=_validation_follows(trainer))
+        return self.settle(trainer)
 
     def settle(self, trainer: Trainer) -> str | None:
         """Waits until the newest checkpoint is complete; returns its path, None where there is none.
@@ -115,6 +131,10 @@ class RunCheckpoint(Checkpoint):
                     warnings.warn(f"{path} could not be removed ({error})", stacklevel=2)
                 del self._paths[step]
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._owes_validation:
+            _validate(trainer)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -142,16 +162,30 @@ class RunCheckpoint(Checkpoint):
         self.settle(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_loss": self.best_loss, "best_step": self.best_step, "run": self._run}
+        return {
+            "best_loss": self.best_loss,
+            "best_step": self.best_step,
+            "owes_validation": self._owes_validation,
+            "run": self._run,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_loss, self.best_step = state_dict["best_loss"], state_dict.get("best_step")
+        self._owes_validation = state_dict.get("owes_validation", False)
 
 
 def _validation_follows(trainer: Trainer) -> bool:
     """Whether Lightning validates after this step; it has no public way to ask."""
     loop = trainer.fit_loop
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
+
+
+def _validate(trainer: Trainer) -> None:
+    """Validates as Lightning does after a step; a run that resumes there would go on with the next step."""
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop.val_loop
+    trainer.validating, loop.restarting, is_first = True, False, connector._first_loop_iter
+    loop.run()
+    trainer.training, connector._first_loop_iter = True, is_first
 
 
 def _point(link: str, target: str) -> None:

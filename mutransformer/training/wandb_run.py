@@ -59,7 +59,8 @@ class WandbRun(WandbLogger):
         import wandb
 
         settings = {"init_timeout": INIT_TIMEOUT_S, "finish_timeout": FINISH_TIMEOUT_S, "silent": True}
-        known = {name: value for name, value in settings.items() if name in wandb.Settings.model_fields}
+        own = [name for name in settings if f"WANDB_{name.upper()}" in os.environ]
+        known = {name: settings[name] for name in settings.keys() & wandb.Settings.model_fields.keys() - set(own)}
         self._wandb_init.pop("anonymous", None)  # Lightning's, of which wandb says that it has no effect
         self._wandb_init.update(mode=_mode(self._is_offline_wanted), settings=wandb.Settings(**known))
         try:
