@@ -123,13 +123,12 @@ def make_trainer(folder: Path, max_steps: int, callbacks: tuple[Any, ...] = (), 
         devices=1,
         max_steps=max_steps,
         callbacks=list(callbacks),
-        plugins=[AtomicCheckpointIO()],
         logger=CSVLogger(folder, name=None, flush_logs_every_n_steps=1),
         default_root_dir=folder,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"log_every_n_steps": 1, "num_sanity_val_steps": 0, **arguments},
+        **{"log_every_n_steps": 1, "num_sanity_val_steps": 0, "plugins": [AtomicCheckpointIO()], **arguments},
     )
 
 

@@ -99,7 +99,7 @@ def bench(
     if synthetic:
         rows_here = n_rows // trainer.world_size
         batches = RandomBatches(rows_here, datamodule.sequence_len, datamodule.vocab_size, warmup + steps)
-        trainer.fit(model, train_dataloaders=batches)
+        trainer.fit(model, train_dataloaders=batches, val_dataloaders=batches)
     else:
         trainer.fit(model, datamodule=datamodule)
     compiled, device = compilations()[n_compiled:], trainer.strategy.root_device
@@ -125,7 +125,8 @@ def bench(
         "mfu_convention": convention,
         "flops_per_token": flops,
         "peak_flops_per_s": peak,
-        **{"mfu": None, **utilization(speed, flops, peak, trainer.world_size)},
+        "mfu": None,
+        **utilization(speed, flops, peak, trainer.world_size),
         "first_step_s": clock.step_s[0],
         "n_compilations": len(compiled),
         "compile_s": sum(compiled),
@@ -149,4 +150,3 @@ def table(result: dict[str, Any]) -> str:
         "peak memory": f"{result['peak_memory_bytes'] / 2**30:.3g} GiB",
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
-

@@ -162,7 +162,9 @@ def model_card(
         "validation loss": loss_line(trainer, "", last.get("val_loss")),
     }
     if checkpoint.best_step is not None:
-        losses["lowest validation loss"] = f": {checkpoint.best_loss:.4f} nats a token, at step {checkpoint.best_step:,}"
+        losses["lowest validation loss"] = (
+            f": {checkpoint.best_loss:.4f} nats a token, at step {checkpoint.best_step:,}"
+        )
     return CARD.format(
         name=Path(str(trainer.log_dir)).name,
         rules=parametrization.rules,
@@ -172,7 +174,7 @@ def model_card(
         speed=metrics.tokens_per_s,
         device=_device_name(trainer),
         model="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
-        data=f"`{data['dataset']}`{files}, tokenizer `{data['tokenizer']}`; {data['tokens_per_batch']:,} tokens a step;\n"
+        data=f"`{data['dataset']}`{files}, tokenizer `{data['tokenizer']}`; {data['tokens_per_batch']:,} tokens a step\n"
         f"{cast(Any, trainer).datamodule.epoch_summary()}.",
         command=shlex.join(["mutransformer", *args]),
         versions=", ".join(f"{name} {version}" for name, version in _versions().items()) + f"; {platform.platform()}.",
@@ -197,6 +199,7 @@ def _device_name(trainer: Trainer) -> str:
 
 
 def warn(text: str) -> None:
+    """Says what is no error, where errors are said."""
     print(f"warning: {text}", file=sys.stderr)
 
 

@@ -6,7 +6,6 @@ Imported by `cli.main` only once a subcommand is to run, as it pulls in torch an
 from __future__ import annotations
 
 import logging
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -179,9 +178,11 @@ class RunCLI(LightningCLI):
                 raise ConfigError(source, section[key], rule, f"use {value!r}, or leave it out")
 
     def _resume(self, section: Namespace) -> None:
-        """Finds what `--resume auto` goes on from, as if it had been given as ckpt_path; says so if there is nothing."""
+        """Finds what `--resume auto` goes on from, as if ckpt_path had named it; says so if there is nothing."""
         if section.ckpt_path:
-            raise ConfigError("resume", "auto", "looks for a checkpoint, and ckpt_path gives one", "leave one of them out")
+            raise ConfigError(
+                "resume", "auto", "looks for a checkpoint, and ckpt_path gives one", "leave one of them out"
+            )
         root = section.trainer.default_root_dir
 
         def difference(saved: dict[str, Any]) -> str | None:

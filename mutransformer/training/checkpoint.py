@@ -60,7 +60,7 @@ def remove_unfinished(folder: str) -> None:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes to a temporary name in the same folder, flushes to the disk, then renames; an object store puts at once."""
+    """Writes to a temporary name in the same folder, flushes to the disk, renames; an object store puts at once."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Replaces `path` by the checkpoint, or leaves it as it was.

@@ -29,7 +29,9 @@ class ProfileSteps(Callback):
             raise ConfigError("profile_steps", steps, "is not of the form first:last", "write 10:20")
         self.first, self.last = int(first), int(last)
         if not 1 <= self.first <= self.last:
-            raise ConfigError("profile_steps", steps, "must begin at 1 or later and not end before it begins", "use 10:20")
+            raise ConfigError(
+                "profile_steps", steps, "must begin at 1 or later and not end before it begins", "use 10:20"
+            )
         if self.last > max_steps:
             rule = f"the run has trainer.max_steps={max_steps}"
             raise ConfigError("profile_steps", steps, rule, f"end at {max_steps} or before")

@@ -19,7 +19,7 @@ from mutransformer.training.checkpoint import checkpoint_name, checkpoints_in, r
 
 
 class RunCheckpoint(Checkpoint):
-    """Writes `step_N.ckpt` to the run folder's `checkpoints/`; `last.ckpt` and `best.ckpt` point to the newest and best.
+    """Writes `step_N.ckpt` to the run folder's `checkpoints/`; `last.ckpt` and `best.ckpt` lead to the newest and best.
 
     One is written every `every_n_steps`, after each validation and at the end. Best is the lowest validation loss.
 

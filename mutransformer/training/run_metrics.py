@@ -134,7 +134,9 @@ class Metrics(Callback):
             **utilization(speed, self._flops_per_token, self._peak, trainer.world_size),
         }
         log_scalars(trainer, values, row.step)
-        trainer.callback_metrics["train_loss"] = torch.tensor(loss)  # for others' callbacks, as LightningModule.log does
+        trainer.callback_metrics["train_loss"] = torch.tensor(
+            loss
+        )  # for others' callbacks, as LightningModule.log does
         trainer.progress_bar_metrics.update({"train_loss": loss, "tokens/s": speed})
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

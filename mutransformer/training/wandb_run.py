@@ -72,7 +72,9 @@ class WandbRun(WandbLogger):
             return super().experiment
 
     @rank_zero_only
-    def start(self, folder: Path, resumed_id: str | None, config: Mapping[str, Any], plan: list[dict[str, Any]]) -> None:
+    def start(
+        self, folder: Path, resumed_id: str | None, config: Mapping[str, Any], plan: list[dict[str, Any]]
+    ) -> None:
         """Begins the run, or goes on with it, and sends what is known before the first step.
 
         Args:

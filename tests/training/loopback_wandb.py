@@ -6,7 +6,7 @@ import gzip
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -32,10 +32,8 @@ class Handler(BaseHTTPRequestHandler):
         """Keeps the tests quiet."""
 
     def _answer(self) -> None:
-        try:
+        with suppress(ConnectionResetError):  # a client may leave without a word
             self._reply()
-        except ConnectionResetError:
-            pass  # a client may leave without a word
 
     def _reply(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -50,7 +50,8 @@ def test_a_step_that_is_not_finite_ends_the_run_and_never_reaches_a_checkpoint(i
     checkpoint, outputs = RunCheckpoint(every_n_steps=1), Outputs()
     callbacks = (outputs, checkpoint, DetectNonFinite(checkpoint), LossPlot(), Metrics())
     with pytest.raises(
-        NonFiniteError, match=r"^loss or gradient norm is not finite at step 3; last good checkpoint: .*last\.ckpt;"
+        NonFiniteError,
+        match=r"^loss or gradient norm is not finite at step 3; last good checkpoint: .*step_00000002\.ckpt;",
     ):
         fit(breaking_module(3, is_gradient), tmp_path, BATCHES, callbacks=callbacks)
     assert [math.isfinite(each["loss"]) for each in outputs.values] == [True, True, is_gradient]
@@ -69,15 +70,20 @@ def test_without_a_checkpoint_the_message_says_so(tmp_path):
 
 
 def test_on_a_device_the_flag_is_read_when_metrics_are_due_and_before_a_checkpoint():
+    """Metrics are due at step 20: they and the flag are read when step 21 has been sent."""
+
     def after_a_bad_step(step):
         callback = DetectNonFinite(RunCheckpoint())
-        trainer = SimpleNamespace(global_step=step, log_every_n_steps=10)
-        outputs = {"loss": torch.tensor(float("nan")), "grad_norm": torch.tensor(1.0)}
-        callback.on_train_batch_end(trainer, SimpleNamespace(device=torch.device("cuda")), outputs, None, 0)
+        trainer = SimpleNamespace(log_every_n_steps=10)
+        for trainer.global_step in range(step, 22):
+            loss = float("nan") if trainer.global_step == step else 1.0
+            outputs = {"loss": torch.tensor(loss), "grad_norm": torch.tensor(1.0)}
+            callback.on_train_batch_end(trainer, SimpleNamespace(device=torch.device("cuda")), outputs, None, 0)
         return callback, trainer
 
-    with pytest.raises(NonFiniteError, match="at step 20"):
-        after_a_bad_step(20)
+    for step in (15, 20):
+        with pytest.raises(NonFiniteError, match="at step 21"):
+            after_a_bad_step(step)
     callback, trainer = after_a_bad_step(21)
     with pytest.raises(NonFiniteError, match="at step 21"):
         callback.on_save_checkpoint(trainer, None, {})
@@ -117,7 +123,7 @@ def test_a_signal_finishes_the_step_saves_and_raises(signum, tmp_path):
     before, checkpoint, outputs = signal.getsignal(signum), RunCheckpoint(), Outputs()
     callbacks = (SignalAt(2, signum), StopOnSignal(checkpoint), checkpoint, outputs)
     with pytest.raises(
-        Interrupted, match=r"stopped after step 2, saved .*last\.ckpt\n.*--ckpt_path .*last\.ckpt"
+        Interrupted, match=r"stopped after step 2, saved .*step_00000002\.ckpt in .* s\n.*/config\.yaml --resume auto"
     ) as stop:
         fit(make_module(), tmp_path, BATCHES, callbacks=callbacks)
     assert stop.value.signum == signum
