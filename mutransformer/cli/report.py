@@ -174,7 +174,7 @@ def model_card(
         speed=metrics.tokens_per_s,
         device=_device_name(trainer),
         model="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
-        data=f"`{data['dataset']}`{files}, tokenizer `{data['tokenizer']}`; {data['tokens_per_batch']:,} tokens a step\n"
+        data=f"`{data['dataset']}`{files}, tokenizer `{data['tokenizer']}`; a step: {data['tokens_per_batch']:,} tokens;\n"
         f"{cast(Any, trainer).datamodule.epoch_summary()}.",
         command=shlex.join(["mutransformer", *args]),
         versions=", ".join(f"{name} {version}" for name, version in _versions().items()) + f"; {platform.platform()}.",

@@ -259,7 +259,7 @@ class RunCLI(LightningCLI):
         trainer["plugins"] = [*_as_list(trainer.plugins), *_checkpoint_io(trainer.plugins, checkpoint)]
         trainer["logger"] = loggers or False
         try:
-            made = super().instantiate_trainer()
+            made = cast(Any, super().instantiate_trainer())
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise _trainer_error(error) from error
         if self.subcommand == "bench":  # keeps nothing
@@ -298,13 +298,13 @@ class RunCLI(LightningCLI):
         self._start_wandb(folder, self._resumed.wandb_id if self._resumed else None)
 
     def _config_text(self) -> str:
-        """All settings; of the command's own options those alone that were set, so that other commands read it too."""
-        parser, section = self._parser(self.subcommand), self._section(self.config)
-        tree = yaml.safe_load(parser.dump(section, skip_none=False, skip_link_targets=True))
-        for name in self._subcommand_method_arguments[self._only]:
-            if tree[name] == parser.get_default(name):
-                del tree[name]
-        return yaml.safe_dump(tree, sort_keys=False)
+        """All settings; of the command's own options only what it went on from, so that other commands read it too."""
+        tree = yaml.safe_load(
+            self._parser(self.subcommand).dump(self._section(self.config), skip_none=False, skip_link_targets=True)
+        )
+        own = set(self._subcommand_method_arguments[self._only])
+        kept = {name: value for name, value in tree.items() if name not in own or (name == "ckpt_path" and value)}
+        return yaml.safe_dump(kept, sort_keys=False)
 
     def _start_wandb(self, folder: Path, run_id: str | None) -> None:
         rows = [row_values(row) for row in self.model.plan.rows]

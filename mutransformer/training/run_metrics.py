@@ -110,7 +110,7 @@ class Metrics(Callback):
         self._train_s += now - self._mark
         self._mark = now
 
-    def _read_due(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _read_due(self, trainer: Trainer, pl_module: Any) -> None:
         """Reads and logs the row that is due, if one is; waits for its step, and for no later one."""
         if self._due is None:
             return
@@ -120,7 +120,9 @@ class Metrics(Callback):
             row.train_s = self._train_s + time.perf_counter() - self._mark
         n_steps, interval_s = row.step - self._logged.step, row.train_s - self._logged.train_s
         speed = (row.n_tokens - self._logged.n_tokens) / interval_s
-        waited = (self._logged.data_wait_s, row.data_wait_s)
+        waited = {}
+        if row.data_wait_s is not None and self._logged.data_wait_s is not None:
+            waited["data_wait_s"] = (row.data_wait_s - self._logged.data_wait_s) / n_steps
         self._logged = row
         self.last["train_loss"] = loss
         values = {
@@ -130,7 +132,7 @@ class Metrics(Callback):
             "tokens": float(row.n_tokens_total),
             "tokens_per_s": speed,
             "step_s": interval_s / n_steps,
-            **({} if None in waited else {"data_wait_s": (waited[1] - waited[0]) / n_steps}),
+            **waited,
             **utilization(speed, self._flops_per_token, self._peak, trainer.world_size),
         }
         log_scalars(trainer, values, row.step)

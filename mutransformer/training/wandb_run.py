@@ -96,8 +96,8 @@ class WandbRun(WandbLogger):
     def _log_plan(self, plan: list[dict[str, Any]]) -> None:
         import wandb
 
-        columns = list(plan[0])
-        rows = [[_cell(row[name]) for name in columns] for row in plan]
+        columns: list[Any] = list(plan[0])
+        rows: list[Any] = [[_cell(row[name]) for name in columns] for row in plan]
         try:
             self.experiment.log({"plan": wandb.Table(columns=columns, data=rows)})
         except Exception as error:  # whatever a server answers: training does not depend on it
