@@ -157,6 +157,7 @@ def model_card(
         "in float32": f"{totals(module.plan)['bytes_float32'] / 2**20:,.1f} MiB",
     }
     files = f" ({data['data_files']})" if data.get("data_files") else ""
+    source = f"`{data['dataset']}`{files}, tokenizer `{data['tokenizer']}`, {data['tokens_per_batch']:,} tokens a step"
     losses = {
         "train loss": loss_line(trainer, "", last.get("train_loss"), "train"),
         "validation loss": loss_line(trainer, "", last.get("val_loss")),
@@ -174,8 +175,7 @@ def model_card(
         speed=metrics.tokens_per_s,
         device=_device_name(trainer),
         model="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
-        data=f"`{data['dataset']}`{files}, tokenizer `{data['tokenizer']}`; a step: {data['tokens_per_batch']:,} tokens;\n"
-        f"{cast(Any, trainer).datamodule.epoch_summary()}.",
+        data=f"{source}; {cast(Any, trainer).datamodule.epoch_summary()}.",
         command=shlex.join(["mutransformer", *args]),
         versions=", ".join(f"{name} {version}" for name, version in _versions().items()) + f"; {platform.platform()}.",
         checkpoint=checkpoint.last_path,
