@@ -37,7 +37,7 @@ def loss_line(trainer: Trainer, name: str, loss: float | None, split: str = "val
     return f"{name}: {loss:.4f} nats a token, perplexity {found['perplexity']:.4g}{bits}"
 
 
-def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -> str:
+def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint, folder: Path) -> str:
     """The last lines of a fit: losses, speed, files, the next command."""
     last, lines = metrics.last, [""]
     if checkpoint.last_path is None:
@@ -48,7 +48,7 @@ def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -
             loss_line(trainer, "validation loss", last.get("val_loss")),
             f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
             f"data: {cast(Any, trainer).datamodule.epoch_summary()}",
-            f"run folder: {trainer.log_dir} (README.md, metrics.csv, config.yaml, loss.png)",
+            f"run folder: {folder} (README.md, metrics.csv, config.yaml, loss.png)",
             f"checkpoint: {checkpoint.last_path}",
             f"next: mutransformer validate --ckpt_path {checkpoint.last_path}",
         ]
@@ -131,15 +131,23 @@ mutransformer validate --ckpt_path {checkpoint}
 
 
 def model_card(
-    trainer: Trainer, module: DecoderModule, metrics: Metrics, checkpoint: RunCheckpoint, config: Any, args: list[str]
+    trainer: Trainer,
+    metrics: Metrics,
+    checkpoint: RunCheckpoint,
+    folder: Path,
+    *,
+    module: DecoderModule,
+    config: Any,
+    args: list[str],
 ) -> str:
     """The text of the run folder's README.md.
 
     Args:
         trainer: after the fit.
-        module: that was trained.
         metrics: of the run.
         checkpoint: of the run.
+        folder: of the run.
+        module: that was trained.
         config: all settings, as nested plain values.
         args: the command line after `mutransformer`.
     """
@@ -167,7 +175,7 @@ def model_card(
             f": {checkpoint.best_loss:.4f} nats a token, at step {checkpoint.best_step:,}"
         )
     return CARD.format(
-        name=Path(str(trainer.log_dir)).name,
+        name=folder.name,
         rules=parametrization.rules,
         step=trainer.global_step,
         losses="\n".join(f"| {name} | {text.removeprefix(': ')} |" for name, text in losses.items()),

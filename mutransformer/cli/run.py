@@ -86,8 +86,8 @@ class RunCLI(LightningCLI):
 
     COMMANDS: ClassVar[dict[str, set[str]]] = {
         "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
-        "validate": {"model", "dataloaders", "datamodule", "weights_only"},
-        "test": {"model", "dataloaders", "datamodule", "weights_only"},
+        "validate": {"model", "dataloaders", "datamodule", "weights_only", "verbose"},
+        "test": {"model", "dataloaders", "datamodule", "weights_only", "verbose"},
         "bench": {"model", "datamodule"},
         **{name: {"model", "datamodule"} for name in WITHOUT_TRAINER},
     }
@@ -286,16 +286,16 @@ class RunCLI(LightningCLI):
             raise ConfigError("checkpoint.dirpath", dirpath, rule, "give another folder, or --resume auto to go on")
         self.datamodule.setup("fit")
         self.datamodule.train_dataloader()
-        folder = Path(str(self.trainer.log_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        text = self._config_text()
-        if self.trainer.is_global_zero:
-            write_whole(folder / "config.yaml", text)
+        if not self.trainer.is_global_zero:
+            return
+        self.folder = Path(str(self.trainer.log_dir))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / "config.yaml", self._config_text())
         for warning in self.model.plan.warnings:
             warn(warning)
         n_tokens = self.datamodule.tokens_per_batch
-        print(f"{self.model.plan.count:,} parameters, {n_tokens:,} tokens a step, into {folder}")
-        self._start_wandb(folder, self._resumed.wandb_id if self._resumed else None)
+        print(f"{self.model.plan.count:,} parameters, {n_tokens:,} tokens a step, into {self.folder}")
+        self._start_wandb(self.folder, self._resumed.wandb_id if self._resumed else None)
 
     def _config_text(self) -> str:
         """All settings; of the command's own options only what it went on from, so that other commands read it too."""
@@ -313,12 +313,13 @@ class RunCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Writes the model card, says what came out and what to do next."""
-        if self.trainer.is_global_zero and self.checkpoint.last_path is not None:
-            card = model_card(
-                self.trainer, self.model, self.metrics, self.checkpoint, self.config_dump, [self._only, *self._args]
-            )
-            write_whole(Path(str(self.trainer.log_dir)) / "README.md", card)
-        print(fit_summary(self.trainer, self.metrics, self.checkpoint))
+        if not self.trainer.is_global_zero:
+            return
+        run = (self.trainer, self.metrics, self.checkpoint, self.folder)
+        if self.checkpoint.last_path is not None:
+            card = model_card(*run, module=self.model, config=self.config_dump, args=[self._only, *self._args])
+            write_whole(self.folder / "README.md", card)
+        print(fit_summary(*run))
 
     def _before_evaluation(self) -> None:
         path = str(self._section(self.config).ckpt_path)
@@ -340,10 +341,11 @@ class RunCLI(LightningCLI):
         last, section = self.metrics.last, self._section(self.config)
         row = {name.removeprefix(f"{prefix}_"): value for name, value in last.items()}
         n_targets = int(row.pop("targets"))
+        if not self.trainer.is_global_zero:
+            return
         print(f"\n{loss_line(self.trainer, f'{split} loss', row['loss'], split)}, over {n_targets:,} tokens")
-        if self.trainer.is_global_zero:
-            row = {"step": self.metrics.evaluated_step, "n_targets": n_targets, **row}
-            print(record_evaluation(str(section.ckpt_path), self._only, row))
+        row = {"step": self.metrics.evaluated_step, "n_targets": n_targets, **row}
+        print(record_evaluation(str(section.ckpt_path), self._only, row))
 
 
 def _quiet_libraries() -> None:

@@ -35,8 +35,11 @@ class ProfileSteps(Callback):
         if self.last > max_steps:
             rule = f"the run has trainer.max_steps={max_steps}"
             raise ConfigError("profile_steps", steps, rule, f"end at {max_steps} or before")
-        self.path: Path | None = None
+        self.path = Path(f"trace_{self.first}_{self.last}.json.gz")
         self._profiler: torch.profiler.profile | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.path = Path(trainer.log_dir or trainer.default_root_dir) / self.path.name
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step + 1 == self.first and trainer.is_global_zero:
@@ -48,19 +51,18 @@ class ProfileSteps(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step >= self.last:
-            self._write(trainer)
+            self._write()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer)
+        self._write()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._write(trainer)
+        self._write()
 
-    def _write(self, trainer: Trainer) -> None:
+    def _write(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
-            self.path = Path(trainer.log_dir or trainer.default_root_dir) / f"trace_{self.first}_{self.last}.json.gz"
             profiler.export_chrome_trace(str(self.path))
 
 

@@ -74,9 +74,10 @@ def test_without_a_key_it_is_offline_and_can_be_sent_later(corpus, tmp_path):
     ((run_id, run),) = received.runs.items()
     assert list(losses(received.history[run_id])) == [5, 10, 15, 20]
     assert json.loads(run["config"])["model"]["value"]["decoder"]["d_model"] == 32
-    assert run["groupName"] == "g" and set(json.loads(run["tags"])) == {"a", "b"}
+    assert run["groupName"] == "g" and set(run["tags"]) == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_same_run_there(corpus, tmp_path):
     with server() as (url, received):
         env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}
@@ -88,7 +89,7 @@ def test_a_run_that_goes_on_is_the_same_run_there(corpus, tmp_path):
     rows = received.history[run_id]
     assert list(losses(rows)) == list(range(5, 41, 5)) == steps_of(tmp_path / "version_0")
     assert list(losses(rows, "val_loss")) == [15, 20, 30, 40]
-    assert all(row["tokens"] == 512 * row["trainer/global_step"] for row in rows if "trainer/global_step" in row)
+    assert all(row["tokens"] == 512 * row["trainer/global_step"] for row in rows if "plan" not in row)
     assert sum("plan" in row for row in rows) == 1 and received.artifacts == ["run_table"]
 
 
