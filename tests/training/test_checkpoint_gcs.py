@@ -41,7 +41,9 @@ def test_a_run_keeps_its_checkpoints_there_goes_on_from_them_and_is_measured(tmp
 
 
 def test_what_cannot_be_written_or_read_there_is_one_line():
-    with pytest.raises(SaveError, match=r"^checkpoint gs://no-such-bucket/a\.ckpt could not be written \(.+\);") as error:
+    with pytest.raises(
+        SaveError, match=r"^checkpoint gs://no-such-bucket/a\.ckpt could not be written \(.+\);"
+    ) as error:
         AtomicCheckpointIO().save_checkpoint({}, "gs://no-such-bucket/a.ckpt")
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="there is no such file"):
