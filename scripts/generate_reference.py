@@ -29,6 +29,7 @@ from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, Rol
 from mutransformer.training.module import DecoderModule
 from mutransformer.training.run_checkpoint import RunCheckpoint
 from mutransformer.training.schedule import ScheduleConfig
+from mutransformer.training.wandb_run import WandbRun
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -70,6 +71,12 @@ SECTIONS: tuple[tuple[str, str, type, str], ...] = (
     ("Module", "model", DecoderModule, "How a step is made. The four sections above are its other arguments."),
     ("Data", "data", TextDataModule, "Where text comes from and how it becomes batches."),
     ("Checkpoint", "checkpoint", RunCheckpoint, "What is kept in the run folder."),
+    (
+        "Weights & Biases",
+        "trainer.logger",
+        WandbRun,
+        "With `--trainer.logger=wandb` or [configs/wandb.yaml](../configs/wandb.yaml); in a file these are its `init_args`.",
+    ),
 )
 
 # settings that belong to Lightning's parser and so have no docstring here
@@ -243,6 +250,7 @@ def reference() -> str:
     multipliers = {f"model.parametrization.{name}_multiplier" for name in ("lr", "weight_decay")}
     documented |= {f"{name}.{role}" for name in multipliers for role in defaults(RoleMultipliers)}
     expected = flat_keys(config) | multipliers | set(wiring.links)
+    expected |= {f"trainer.logger.{name}" for name in defaults(WandbRun)}
     expected |= {row[0] for command in RunCLI.COMMANDS for row in command_rows(command)}
     if documented != expected:
         raise LookupError(f"documented and existing settings differ in {sorted(documented ^ expected)}")

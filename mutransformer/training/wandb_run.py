@@ -5,7 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +29,7 @@ class WandbRun(WandbLogger):
         project: of Weights & Biases.
         group: runs that belong together.
         name: shown; null: one that Weights & Biases makes up.
-        tags: of the run.
+        tags: of the run; null: none.
         id: of the run; a run with this id goes on. Null: that of the run that `--resume auto` goes on with, else a new
             one.
         entity: user or team; null: the user's own.
@@ -42,12 +42,12 @@ class WandbRun(WandbLogger):
         project: str = "mutransformer",
         group: str | None = None,
         name: str | None = None,
-        tags: Sequence[str] = (),
+        tags: list[str] | None = None,
         id: str | None = None,
         entity: str | None = None,
         offline: bool | None = None,
     ) -> None:
-        super().__init__(name=name, project=project, id=id, group=group, tags=list(tags), entity=entity)
+        super().__init__(name=name, project=project, id=id, group=group, tags=tags, entity=entity)
         self._is_offline_wanted = offline
 
     @property
