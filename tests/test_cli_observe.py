@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import tiny, write_corpus
+from cli_runs import in_own_process, tiny, write_corpus
 
 from mutransformer.cli import main
 from mutransformer.data.datamodule import TextDataModule
@@ -98,6 +98,23 @@ def test_what_was_measured_is_said_even_where_it_cannot_be_written(finished, tmp
     assert main(["validate", f"--ckpt_path={folder / 'last.ckpt'}", *QUIET]) == 0
     said = capsys.readouterr().out
     assert "nats a token" in said and "not written to evaluations.csv" in said
+
+
+@pytest.mark.slow
+def test_a_loss_is_that_of_the_whole_split_with_two_processes(finished):
+    """83 windows leave an odd number for the last batch, of which one process gets a row that does not count."""
+    (finished / "evaluations.csv").unlink(missing_ok=True)
+    for n_devices, n_rows in ((1, 16), (2, 22), (2, 10)):
+        options = [f"--trainer.devices={n_devices}", "--trainer.strategy=ddp", f"--data.tokens_per_batch={32 * n_rows}"]
+        for limit in ("84", "83"):
+            process = in_own_process("test", checkpoint_of(finished), *QUIET, *options, f"--limit={limit}")
+            out, error = process.communicate(timeout=240)
+            assert process.returncode == 0, out + error
+    rows = evaluations(finished)
+    assert [row["n_targets"] for row in rows] == [str(32 * n) for n in (84, 83)] * 3
+    for first, *others in (rows[::2], rows[1::2]):
+        for other in others:
+            assert float(other["loss"]) == pytest.approx(float(first["loss"]), rel=1e-6)
 
 
 # Bench

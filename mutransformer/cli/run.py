@@ -69,10 +69,12 @@ EVALUATE = {"validate": "val", "test": "test"}
 FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed", "data.cache")
 
 # short forms of arguments
+_WANDB = f"{WandbRun.__module__}.{WandbRun.__name__}"
 ALIASES = {
     "--verify": "--verify=true",
     "--synthetic": "--synthetic=true",
-    "--trainer.logger=wandb": f"--trainer.logger={WandbRun.__module__}.{WandbRun.__name__}",
+    "--trainer.logger=wandb": f"--trainer.logger={_WANDB}",
+    "wandb": _WANDB,  # after --trainer.logger
 }
 
 

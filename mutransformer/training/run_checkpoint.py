@@ -140,10 +140,12 @@ class RunCheckpoint(Checkpoint):
     ) -> None:
         self._has_stepped = True
         self._settle_if_written(trainer)
-        step = trainer.global_step
-        is_due = step == trainer.max_steps or any(n and step % n == 0 for n in (self.every_n_steps, self.keep_every))
+        is_due = trainer.global_step == trainer.max_steps or self._is_multiple(trainer.global_step)
         if is_due and not _validation_follows(trainer):  # else what it measures would be missing from the checkpoint
             self.save(trainer)
+
+    def _is_multiple(self, step: int) -> bool:
+        return any(n and step % n == 0 for n in (self.every_n_steps, self.keep_every))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
@@ -152,7 +154,7 @@ class RunCheckpoint(Checkpoint):
         is_best = self.save_best and loss is not None and bool(loss < self.best_loss)
         if is_best:
             self.best_loss, self.best_step = float(loss), trainer.global_step  # type: ignore[arg-type]
-        if is_best or self.every_n_steps:
+        if is_best or self.every_n_steps or self._is_multiple(trainer.global_step):
             self._saved_step = -1  # one from before the validation, if a signal came within it, is written anew
             self.save(trainer)
 

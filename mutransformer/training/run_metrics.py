@@ -164,7 +164,9 @@ class Metrics(Callback):
         self._end_of_evaluation(trainer, pl_module, "test")
 
     def _end_of_evaluation(self, trainer: Trainer, pl_module: DecoderModule, prefix: str) -> None:
-        loss, n_targets = pl_module.val_loss.compute().item(), pl_module.val_loss.n_targets
+        loss = pl_module.val_loss.compute().item()
+        with pl_module.val_loss.sync_context():  # of all processes, as in `compute`
+            n_targets = pl_module.val_loss.n_targets.item()
         measured = {"loss": loss, **scores(trainer, loss, _SPLITS[prefix])}
         values = {f"{prefix}_{name}": value for name, value in measured.items()}
         self.last.update(values, **{f"{prefix}_targets": float(n_targets)})

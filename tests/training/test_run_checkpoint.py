@@ -60,6 +60,7 @@ LOSSES = [3.0, math.nan, 1.0, 2.0, 1.0]
         ({"every_n_steps": 2, "keep_every": 2}, [2, 3, 4, 5], 3),
         ({"every_n_steps": 0}, [3, 5], 3),
         ({"every_n_steps": 0, "save_best": False}, [5], None),
+        ({"every_n_steps": 0, "save_best": False, "keep_every": 2}, [2, 4, 5], None),
     ],
 )
 def test_which_checkpoints_are_kept(options, kept, best, tmp_path):
