@@ -75,7 +75,7 @@ SECTIONS: tuple[tuple[str, str, type, str], ...] = (
         "Weights & Biases",
         "trainer.logger",
         WandbRun,
-        "With `--trainer.logger=wandb` or [configs/wandb.yaml](../configs/wandb.yaml), where these are its `init_args`.",
+        "With `--trainer.logger=wandb` or [configs/wandb.yaml](../configs/wandb.yaml), as its `init_args`.",
     ),
 )
 

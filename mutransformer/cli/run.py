@@ -69,12 +69,10 @@ EVALUATE = {"validate": "val", "test": "test"}
 FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed", "data.cache")
 
 # short forms of arguments
-_WANDB = f"{WandbRun.__module__}.{WandbRun.__name__}"
 ALIASES = {
     "--verify": "--verify=true",
     "--synthetic": "--synthetic=true",
-    "--trainer.logger=wandb": f"--trainer.logger={_WANDB}",
-    "wandb": _WANDB,  # after --trainer.logger
+    "--trainer.logger=wandb": f"--trainer.logger={WandbRun.__module__}.{WandbRun.__name__}",
 }
 
 
@@ -110,7 +108,7 @@ class RunCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=[subcommand, *(ALIASES.get(arg, arg) for arg in in_order_of_precedence(args))],
+            args=[subcommand, *_in_full(in_order_of_precedence(args))],
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
@@ -348,6 +346,17 @@ class RunCLI(LightningCLI):
         print(f"\n{loss_line(self.trainer, f'{split} loss', row['loss'], split)}, over {n_targets:,} tokens")
         row = {"step": self.metrics.evaluated_step, "n_targets": n_targets, **row}
         print(record_evaluation(str(section.ckpt_path), self._only, row))
+
+
+def _in_full(args: list[str]) -> list[str]:
+    """The command line without short forms."""
+    pairs = zip(["", *args], args, strict=False)
+    joined = [arg if before != "--trainer.logger" or arg != "wandb" else f"{before}={arg}" for before, arg in pairs]
+    return [
+        ALIASES.get(arg, arg)
+        for arg, after in zip(joined, [*joined[1:], ""], strict=True)
+        if not (arg == "--trainer.logger" and after == "--trainer.logger=wandb")
+    ]
 
 
 def _quiet_libraries() -> None:
