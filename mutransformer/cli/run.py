@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -69,10 +70,11 @@ EVALUATE = {"validate": "val", "test": "test"}
 FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed", "data.cache")
 
 # short forms of arguments
+WANDB_CLASS = f"{WandbRun.__module__}.{WandbRun.__name__}"
 ALIASES = {
     "--verify": "--verify=true",
     "--synthetic": "--synthetic=true",
-    "--trainer.logger=wandb": f"--trainer.logger={WandbRun.__module__}.{WandbRun.__name__}",
+    "--trainer.logger=wandb": f"--trainer.logger={WANDB_CLASS}",
 }
 
 
@@ -350,13 +352,8 @@ class RunCLI(LightningCLI):
 
 def _in_full(args: list[str]) -> list[str]:
     """The command line without short forms."""
-    pairs = zip(["", *args], args, strict=False)
-    joined = [arg if before != "--trainer.logger" or arg != "wandb" else f"{before}={arg}" for before, arg in pairs]
-    return [
-        ALIASES.get(arg, arg)
-        for arg, after in zip(joined, [*joined[1:], ""], strict=True)
-        if not (arg == "--trainer.logger" and after == "--trainer.logger=wandb")
-    ]
+    pairs = pairwise(["", *args])
+    return [WANDB_CLASS if pair == ("--trainer.logger", "wandb") else ALIASES.get(pair[1], pair[1]) for pair in pairs]
 
 
 def _quiet_libraries() -> None:
