@@ -150,6 +150,7 @@ class RunCheckpoint(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
+        self.settle(trainer)  # by the best so far: it goes when the new one is complete, not before
         loss = trainer.callback_metrics.get("val_loss")
         is_best = self.save_best and loss is not None and bool(loss < self.best_loss)
         if is_best:

@@ -121,6 +121,17 @@ def test_a_checkpoint_may_be_a_folder_and_an_older_one_goes_when_a_newer_is_comp
     assert (folder / "best.ckpt" / "shard").read_text() == "weights"
 
 
+def test_the_best_so_far_goes_when_the_new_best_is_complete(tmp_path):
+    class Slow(BackgroundCheckpointIO):
+        is_writing = True  # until it is waited for
+
+    engine, checkpoint = Folders(), RunCheckpoint(every_n_steps=1)
+    trainer = make_trainer(tmp_path, 4, (Metrics(), checkpoint), val_check_interval=2, plugins=[Slow(engine)])
+    trainer.fit(WithValidationLosses([2.0, 1.0]), Batches(*BATCHES), Batches(BATCHES[5]))
+    assert engine.complete_before == [[], steps(1), steps(2), steps(2, 3)]
+    assert sorted(path.name for path in Path(checkpoint.dirpath).glob("step_*")) == steps(4)
+
+
 def test_a_write_that_fails_ends_the_run_and_leaves_what_was_there(tmp_path, monkeypatch):
     class Full(AtomicCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
