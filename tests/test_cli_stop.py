@@ -167,11 +167,11 @@ def test_half_a_row_that_a_kill_left_is_taken_out(tmp_path):
     folder = tmp_path / "version_3"
     folder.mkdir()
     (folder / "metrics.csv").write_text("step,train_loss\n1,3.0\n2,2.5\n3,2.0\n4")
-    logger = RunLogger(str(tmp_path), 3, resumed_step=2)
-    logger.log_metrics({"train_loss": 2.25, "val_loss": 1.0}, step=3)
+    logger = RunLogger(str(tmp_path), 3, resumed_step=4)
+    logger.log_metrics({"train_loss": 1.5, "val_loss": 1.0}, step=5)
     logger.save()
     text = (folder / "metrics.csv").read_text()
-    assert text.split() == ["step,train_loss,val_loss", "1,3.0,", "2,2.5,", "3,2.25,1.0"]
+    assert text.split() == ["step,train_loss,val_loss", "1,3.0,", "2,2.5,", "3,2.0,", "5,1.5,1.0"]
 
 
 @pytest.mark.parametrize("steps", [[32], [20, 34], [31, 32, 33]])

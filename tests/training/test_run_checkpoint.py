@@ -170,7 +170,7 @@ def test_the_best_loss_is_remembered_by_a_resumed_run(tmp_path):
 def test_a_run_that_goes_on_in_its_folder_keeps_the_best_and_clears_away_what_was_left_half_written(tmp_path):
     first, _ = run(tmp_path, [1.0, 2.0], n_steps=2, every_n_steps=1)
     folder = Path(first.dirpath)
-    (folder / ".step_00000003.ckpt.tmp").write_bytes(b"half of it")
+    (folder / ".step_00000009.ckpt.tmp").write_bytes(b"half of it")
     again = RunCheckpoint(every_n_steps=1, dirpath=str(folder))
     trainer = make_trainer(tmp_path, 3, (Metrics(), again), val_check_interval=1)
     module = WithValidationLosses([3.0])
