@@ -107,6 +107,14 @@ class SPMDStrategy(Strategy):
         return self.global_rank == 0
 
     @property
+    def n_devices(self) -> int:
+        return self.sharding.shape.n_devices
+
+    def compilations(self) -> list[float]:
+        """Seconds of each compilation so far in this process."""
+        return runtime.compilations()
+
+    @property
     def is_distributed(self) -> bool:
         return self.world_size > 1
 
