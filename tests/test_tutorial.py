@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,16 @@ def test_a_command_of_the_tutorial_does_what_the_text_says(number, copy, monkeyp
         assert (copy / "runs/tutorial-profile/version_0/trace_10_12.json.gz").stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_the_command_on_xla_devices(copy):
+    (words,) = command_lines(ROOT / "docs" / "tutorial.md", "PJRT_DEVICE=CPU")
+    settings = dict(word.split("=", 1) for word in words[: words.index("mutransformer")])
+    argv = [sys.executable, "-m", "mutransformer.cli", *words[words.index("mutransformer") + 1 :]]
+    done = subprocess.run(argv, cwd=copy, env={**os.environ, **settings}, text=True, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compiled: training 1, validation 1; 3 graphs in all" in done.stdout
+
+
 def test_the_tutorial_has_a_command_of_each_kind():
     named = {command[1] for command in COMMANDS}
-    assert named >= {"fit", "validate", "coordcheck", "transfer", "describe", "bench"}
+    assert named >= {"fit", "validate", "coordcheck", "transfer", "describe", "bench", "sample", "export"}

@@ -14,7 +14,7 @@ from mutransformer.errors import ConfigError
 
 
 class ProfileSteps(Callback):
-    """Writes what CPU and GPU, or XLA's devices, do in some steps to `trace_FIRST_LAST.json.gz` in the run folder, for ui.perfetto.dev.
+    """Writes what the devices do in some steps to `trace_FIRST_LAST.json.gz` in the run folder, for ui.perfetto.dev.
 
     Args:
         steps: "first:last", optimizer steps counted from 1, both included.
