@@ -272,6 +272,7 @@ class SPMDStrategy(Strategy):
         if not self._is_checked:
             runtime.sync(wait=True)
             self.check_sharding()
+            self.sharding.check_marks(self.watch.first_graph("training"))
             self._is_checked = True
         return out
 
@@ -302,6 +303,8 @@ class SPMDStrategy(Strategy):
         if self.world_size > 1:
             _process_group()
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self.world_size > 1:  # what hosts say to each other must not mix with what they say of a later step
+            getattr(self.checkpoint_io, "wait", lambda: None)()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

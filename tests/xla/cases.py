@@ -322,6 +322,25 @@ def wrong_sharding(mesh: list[int]) -> str:
     return ""
 
 
+def lost_mark(mesh: list[int]) -> list[str]:
+    """A mark that does not reach the graph: the error; and none for the marks of the model."""
+    from mutransformer.xla.sharding import ShardingError
+
+    trainer = make_trainer(mesh, max_steps=1)
+    trainer.fit(make_module("dense"), Batches(*batches(1)), Batches())
+    graph = trainer.strategy.watch.first_graph("training")
+    found = []
+    for spec in (None, (None, None, "X", None)):
+        if spec is not None:
+            trainer.strategy.sharding.marked.add(spec)
+        try:
+            trainer.strategy.sharding.check_marks(graph)
+            found.append("")
+        except ShardingError as error:
+            found.append(str(error))
+    return found
+
+
 def command(argv: list[str]) -> int:
     """The command line in this process."""
     from mutransformer.cli import main
