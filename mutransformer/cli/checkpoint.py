@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+
+import fsspec
 
 from mutransformer.errors import ConfigError
 from mutransformer.training.checkpoint import AtomicCheckpointIO, load_plain
@@ -31,9 +32,10 @@ def run(args: Sequence[str]) -> None:
         rule = "is not `consolidate FOLDER FILE`"
         raise ConfigError("checkpoint", " ".join(args), rule, "see `mutransformer checkpoint --help`")
     folder, file = args[1:]
-    if Path(file).exists():
+    file_system, path = fsspec.url_to_fs(file)
+    if file_system.exists(path):
         raise ConfigError("FILE", file, "is there already", "give a new name")
     checkpoint = load_plain(folder)
     AtomicCheckpointIO().save_checkpoint(checkpoint, file)
-    n_bytes = Path(file).stat().st_size
+    n_bytes = file_system.size(path)
     print(f"{file}: step {checkpoint['global_step']}, {n_bytes:,} bytes")

@@ -320,6 +320,10 @@ class RunCLI(LightningCLI):
         if config.init_from and not config.get("ckpt_path"):
             weights = open_weights(config.init_from)
             self.model.initializer = Initializer(weights, self.model.config["decoder"], self.model.plan)
+        if self.trainer.world_size > 1 and hasattr(self.trainer.strategy, "n_devices") and not self.checkpoint.dirpath:
+            rule = "each host has its part of a checkpoint, and the run folder is this host's"
+            remedy = "give a folder that all hosts see, as gs://bucket/run"
+            raise ConfigError("checkpoint.dirpath", None, rule, remedy)
         dirpath, ckpt_path = self.checkpoint.dirpath, self._section(self.config).ckpt_path
         if dirpath and not ckpt_path and checkpoints_in(dirpath):
             rule = "holds checkpoints of another run, which this one would remove"

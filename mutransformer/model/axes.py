@@ -1,7 +1,7 @@
 """Logical axes of the tensors in a forward pass, and `mark`, through which an engine shards them.
 
 The model says what each dimension means; which axis of a device mesh that goes to is the engine's business, in one
-table (`mutransformer/xla/sharding.py`). Without such an engine `mark` returns its argument.
+table (`mutransformer/xla/layout.py`). Without such an engine `mark` returns its argument.
 """
 
 from __future__ import annotations

@@ -60,14 +60,19 @@ def newest_readable(folder: str) -> tuple[str | None, list[ConfigError]]:
 
 
 def remove_unfinished(folder: str) -> None:
-    """Removes what writers that were killed left behind in a local folder; nobody else may be writing there."""
+    """Removes what writers that were killed left behind in a folder; nobody else may be writing there."""
+    for path in checkpoints_in(folder).values():
+        if shards.is_unfinished(path):
+            file_system, root = fsspec.core.url_to_fs(path)
+            file_system.rm(root, recursive=True)
     if "://" in folder:
         return
-    for path in Path(folder).glob(".step_*.tmp"):
-        path.unlink(missing_ok=True)
-    for path in Path(folder).glob("step_*.ckpt"):
-        if path.is_dir() and not shards.is_sharded(path):
-            shutil.rmtree(path)
+    for aside in Path(folder).glob(".step_*.old"):
+        path = aside.with_name(aside.name.removeprefix(".").removesuffix(".old"))
+        if not path.exists():
+            aside.rename(path)
+    for leftover in [*Path(folder).glob(".step_*.tmp"), *Path(folder).glob(".step_*.old")]:
+        _remove(leftover)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -84,9 +89,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         try:
             if shards.holds_shards(checkpoint):
-                shards.save(checkpoint, path, f"step-{checkpoint['global_step']}")
+                _save_shards(checkpoint, path)
             elif "://" in str(path):
                 super().save_checkpoint(checkpoint, path, storage_options)
+                shards.invalidate(path)  # a folder of that name, of another engine
             else:
                 _write_local(checkpoint, Path(path))
         except (
@@ -115,10 +121,41 @@ def _write_local(checkpoint: dict[str, Any], path: Path) -> None:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        _put_in_place(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _save_shards(checkpoint: dict[str, Any], path: Any) -> None:
+    """Writes a folder; a file of that name, of another engine, goes when the folder is whole."""
+    name = f"step-{checkpoint['global_step']}"
+    file_system, root = fsspec.core.url_to_fs(str(path))
+    is_over_file = file_system.isfile(root)
+    if not is_over_file or "://" in str(path):
+        shards.save(checkpoint, path, name)
+        if is_over_file:
+            file_system.rm_file(root)
+        return
+    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shards.save(checkpoint, temporary, name)
+    _put_in_place(temporary, Path(path))
+
+
+def _put_in_place(new: Path, path: Path) -> None:
+    """Renames; a folder over a file or a file over a folder has to step aside first, see `remove_unfinished`."""
+    if path.exists() and path.is_dir() != new.is_dir() and not path.is_symlink():
+        aside = path.with_name(f".{path.name}.old")
+        path.rename(aside)
+        new.rename(path)
+        _remove(aside)
+    else:
+        new.replace(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 class BackgroundCheckpointIO(CheckpointIO):

@@ -9,13 +9,18 @@ import torch_xla.runtime as xr
 
 from mutransformer.errors import ConfigError
 from mutransformer.model.axes import ACTIVATIONS
+from mutransformer.model.config import DecoderConfig
 from mutransformer.xla.sharding import Sharding
 
 FIELD = "trainer.strategy.flash_attention"
 
 
-def check_available() -> None:
-    """Raises ConfigError where the kernel cannot run: no TPU, or no jax to make it with."""
+def check_available(config: DecoderConfig) -> None:
+    """Raises ConfigError where the kernel cannot run: another attention, no TPU, or no jax to make it with."""
+    if config.attention_activation != "softmax":
+        raise ConfigError(
+            FIELD, True, f"is softmax attention, and the model has {config.attention_activation}", "use false"
+        )
     if xr.device_type() != "TPU":
         raise ConfigError(FIELD, True, f"runs on TPU, not on {xr.device_type()} devices", "use false")
     if importlib.util.find_spec("jax") is None:

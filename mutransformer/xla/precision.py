@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from lightning.pytorch.plugins.precision import Precision
 
+from mutransformer.errors import ConfigError
+
 
 class CastAtUse(Precision):
     """Keeps masters, gradients and optimizer state as they are; the decoder casts to its compute dtype.
@@ -13,7 +15,11 @@ class CastAtUse(Precision):
 
     Args:
         precision: what `trainer.precision` says, e.g. `bf16-mixed`.
+    Raises:
+        ConfigError: float64, which TPUs do not have.
     """
 
     def __init__(self, precision: str) -> None:
+        if precision == "64-true":
+            raise ConfigError("trainer.precision", precision, "is not for XLA devices", "use 32-true or bf16-mixed")
         self.precision = precision  # type: ignore[assignment]

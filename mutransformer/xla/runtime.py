@@ -33,7 +33,8 @@ def keep_compiled(folder: str) -> None:
             stacklevel=2,
         )
         return
-    xr.initialize_cache(f"{folder}/host-{xr.process_index()}")
+    if not torch_xla._XLAC._xla_computation_cache_is_initialized():  # once a process
+        xr.initialize_cache(f"{folder}/host-{xr.process_index()}")
 
 
 def device() -> torch.device:

@@ -64,19 +64,42 @@ class Sharding:
             graph: HLO text of the step, before the partitioner.
         """
         for spec in self.marked if self.shape.n_devices > 1 else ():
-            probe = torch.zeros([self.shape.n_devices] * len(spec)).to(runtime.device()) * 1
+            probe = torch.zeros([self._parts[to] for to in spec]).to(runtime.device()) * 1
             self.shard(probe, spec)
             written = torch_xla._XLAC._get_xla_sharding_spec(probe)
             if f'custom_call_target="Sharding", sharding={written}' not in graph:
                 raise ShardingError(f"a tensor marked {spec} has no such mark in the graph of the step")
 
+    @property
+    def _parts(self) -> dict[str | None, int]:
+        return {"X": self.shape.rows, "Y": self.shape.cols, None: 1}
+
     def check(self, name: str, tensor: torch.Tensor, spec: Spec) -> None:
-        """Raises ShardingError where the buffers are not cut as `spec` says."""
-        parts = {"X": self.shape.rows, "Y": self.shape.cols}
-        wanted = [size // parts[to] if to else size for size, to in zip(tensor.shape, spec, strict=True)]
-        found = list(local_shards(tensor)[0][0].shape)
+        """Raises ShardingError where the buffers are not cut as `spec` says; reads where they lie, not what is in them."""
+        sizes = [size // self._parts[to] for size, to in zip(tensor.shape, spec, strict=True)]
+        found = places(tensor)
+        if self.shape.n_hosts == 1 and len(found) == self.shape.n_devices:
+            axes = [{"X": i // self.shape.cols, "Y": i % self.shape.cols, None: 0} for i in range(len(found))]
+            wanted = [
+                tuple(slice(at[to] * size, (at[to] + 1) * size) for to, size in zip(spec, sizes, strict=True))
+                for at in axes
+            ]
+        else:  # which devices are this host's is not known here: sizes alone
+            wanted = [tuple(slice(0, size) for size in sizes)] * len(found)
+            found = [tuple(slice(0, part.stop - part.start) for part in place) for place in found]
         if found != wanted:
-            raise ShardingError(f"{name}: a device holds {found} of {list(tensor.shape)}, the table says {wanted}")
+            held = [part.stop - part.start for part in found[0]]
+            where = "" if held != sizes else " elsewhere"
+            raise ShardingError(f"{name}: a device holds {held} of {list(tensor.shape)}, the table says {sizes}{where}")
+
+
+def places(tensor: torch.Tensor) -> list[tuple[slice, ...]]:
+    """Where in the whole the shard of each of this host's devices lies."""
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    if torch_xla._XLAC._get_xla_sharding_type(tensor) is None or tensor.dim() == 0:
+        return [whole]
+    found = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
+    return [whole if where is Ellipsis else tuple(where) for _, where in found]
 
 
 def local_shards(tensor: torch.Tensor) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
@@ -94,6 +117,12 @@ def local_shards(tensor: torch.Tensor) -> list[tuple[torch.Tensor, tuple[slice, 
 def fetch(tensor: torch.Tensor) -> HostShards:
     """This host's parts of a tensor on the device."""
     return HostShards.of(tensor, local_shards(tensor))
+
+
+def empty_parts(tensor: torch.Tensor) -> HostShards:
+    """Room in this host's memory for its parts of a tensor on the device."""
+    parts = [(torch.empty([p.stop - p.start for p in place], dtype=tensor.dtype), place) for place in places(tensor)]
+    return HostShards.of(tensor, parts)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import fsspec
@@ -118,6 +118,14 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
     return file_system.isfile(f"{root}/{POINTER}")
 
 
+def is_unfinished(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a folder of shards whose write or removal was interrupted: states, and none that is whole."""
+    file_system, root = fsspec.url_to_fs(str(path))
+    if not file_system.isdir(root) or is_sharded(path):
+        return False
+    return any(os.path.basename(name.rstrip("/")).startswith("step-") for name in file_system.ls(root, detail=False))
+
+
 def holds_shards(checkpoint: Mapping[str, Any]) -> bool:
     """Whether a checkpoint has a tensor in parts."""
     return any(True for _ in _leaves(checkpoint, ()))
@@ -142,31 +150,55 @@ def save(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], name: str)
     file_system, root = fsspec.url_to_fs(str(path))
     group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
     is_coordinator = group is None or torch.distributed.get_rank(group) == 0
-    names = [""]
-    if is_coordinator:
-        present = _current(file_system, root)
-        names = [f"{name}-again" if name == present else name]
-        _remove(file_system, f"{root}/{names[0]}")  # left by a run that was killed
-        file_system.makedirs(f"{root}/{names[0]}", exist_ok=True)
+    names = [f"{name}-again" if is_coordinator and name == _current(file_system, root) else name]
     if group is not None:
         torch.distributed.broadcast_object_list(names, 0, group)
     state = f"{root}/{names[0]}"
     url = file_system.unstrip_protocol(state) if "://" in str(path) else state
     tensors = {key_of(keys): shards for keys, shards in _leaves(checkpoint, ())}
-    writer = FsspecWriter(url, overwrite=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own use of it
-        _save_state_dict(cast(Any, tensors), writer, group, no_dist=group is None, planner=_SavePlanner())
-    verify(url, tensors)
-    if group is not None:
-        torch.distributed.barrier(group)
-    if is_coordinator:
+
+    def prepare() -> None:
+        _remove(file_system, state)  # left by a run that was killed
+        file_system.makedirs(state, exist_ok=True)
+
+    def write() -> None:
+        writer = FsspecWriter(url, overwrite=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own use of it
+            _save_state_dict(cast(Any, tensors), writer, group, no_dist=group is None, planner=_SavePlanner())
+
+    def finish() -> None:
         with file_system.open(f"{state}/{META}", "wb") as file:
             torch.save(_without_shards(checkpoint), file)
+        if _is_local(file_system):
+            with open(f"{state}/{META}", "rb") as file:
+                os.fsync(file.fileno())
         _point_to(file_system, root, names[0])
         for old in file_system.ls(root, detail=False):
             if os.path.basename(old.rstrip("/")) not in (names[0], POINTER):
                 _remove(file_system, old)
+
+    _together(group, prepare if is_coordinator else None)
+    write()
+    _together(group, lambda: verify(url, tensors))
+    _together(group, finish if is_coordinator else None)
+
+
+def _together(group: Any, work: Callable[[], None] | None) -> None:
+    """Does this host's work and waits for the others'; an error of one is raised on all, so that none waits on."""
+    error: Exception | None = None
+    try:
+        if work is not None:
+            work()
+    except Exception as own:
+        error = own
+    if group is not None:
+        errors: list[str | None] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(errors, None if error is None else str(error), group)
+        if error is None and (others := [text for text in errors if text is not None]):
+            raise OSError(f"another host: {others[0]}")
+    if error is not None:
+        raise error
 
 
 def verify(url: str, tensors: Mapping[str, HostShards]) -> None:
@@ -276,9 +308,14 @@ def _current(file_system: Any, root: str) -> str | None:
         return None
 
 
+def _is_local(file_system: Any) -> bool:
+    protocol = file_system.protocol
+    return "file" in (protocol if isinstance(protocol, tuple) else (protocol,))
+
+
 def _point_to(file_system: Any, root: str, name: str) -> None:
     """Writes the pointer in one operation: an object store's put, or a rename."""
-    if "file" not in (file_system.protocol if isinstance(file_system.protocol, tuple) else (file_system.protocol,)):
+    if not _is_local(file_system):
         file_system.pipe_file(f"{root}/{POINTER}", name.encode())
         return
     temporary = f"{root}/.{POINTER}"

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from mutransformer.errors import ConfigError
 from mutransformer.model.attention import attending_with
@@ -41,7 +42,8 @@ class SPMDStrategy(Strategy):
         mesh_rows: devices on axis X, over which batches and, as in FSDP, weights are cut; -1: what mesh_cols leaves.
         mesh_cols: devices on axis Y, over which heads and features are cut; -1: what mesh_rows leaves.
         shard_vocab: also cut embedding and unembedding over X by the vocabulary.
-        flash_attention: use torch_xla's Pallas kernel for causal softmax attention; on TPU, with jax.
+        flash_attention: use torch_xla's Pallas kernel for causal softmax attention, not where attention stays within
+            documents; on TPU, with jax.
         compilation_cache: folder that keeps compiled graphs for later runs, on TPU; null: none.
     """
 
@@ -139,16 +141,21 @@ class SPMDStrategy(Strategy):
         """Over hosts, on the host: no graph is made for it."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        value = tensor.cpu()
-        if self.world_size > 1:
-            _process_group()
-            torch.distributed.all_reduce(value)
-            if str(reduce_op).lower() in ("mean", "avg"):
-                value = value / self.world_size
-        return value
+        if self.world_size == 1:
+            return tensor.cpu()
+        _process_group()
+        value, name = tensor.cpu().clone(), str(reduce_op).rpartition(".")[2].lower()
+        operation = {"max": "MAX", "min": "MIN"}.get(name, "SUM")
+        torch.distributed.all_reduce(value, getattr(torch.distributed.ReduceOp, operation))
+        return value / self.world_size if name in ("mean", "avg") else value
 
     def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        return tensor
+        if self.world_size == 1:
+            return tensor
+        _process_group()
+        gathered = [torch.empty_like(tensor, device="cpu") for _ in range(self.world_size)]
+        torch.distributed.all_gather(gathered, tensor.cpu())
+        return torch.stack(gathered)
 
     def barrier(self, name: str | None = None) -> None:
         if self.world_size > 1:
@@ -176,7 +183,7 @@ class SPMDStrategy(Strategy):
         self.sharding.shape.check_model(config, self.shard_vocab)
         self.sharding.shape.check_batch(n_rows, n_parts)
         if self.flash_attention:
-            flash.check_available()
+            flash.check_available(config)
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -208,7 +215,10 @@ class SPMDStrategy(Strategy):
         for name, parameter in decoder.named_parameters():
             self._specs[name] = self.sharding.spec(parameter, decoder.axes[name])
             self.sharding.shard(parameter.data, self._specs[name])
+        if getattr(self._module, "compile_decoder", False):
+            raise ConfigError("model.compile", True, "is not for XLA, which compiles by itself", "use false")
         if decoder.config.scan_layers:
+            self._marks.callback(setattr, decoder, "run_layers", decoder.run_layers)
             decoder.run_layers = ScannedLayers(decoder.config.remat)
         elif decoder.config.remat != "none":
             raise ConfigError(
@@ -216,12 +226,18 @@ class SPMDStrategy(Strategy):
             )
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self._marks = ExitStack()
+        self._marks.close()
+        self.optimizers, self._specs, self._is_checked, self._n_evaluation_rows = [], {}, False, 0
         self._marks.enter_context(marking(self.sharding.mark))
         if self.flash_attention:
-            flash.check_available()
+            flash.check_available(self.decoder.config)
             self._marks.enter_context(attending_with(flash.FlashAttention(self.sharding)))
         sharding.activate(self.sharding)
+        self._marks.callback(sharding.activate, None)
+        if self.world_size > 1:  # every process has the sums of all
+            for module in self._module.modules():
+                if isinstance(module, Metric):
+                    module.distributed_available_fn = lambda: False
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -364,7 +380,7 @@ class SPMDStrategy(Strategy):
     def _fill(self, checkpoint: Mapping[str, Any], tensors: Mapping[tuple[str | int, ...], torch.Tensor]) -> None:
         """Puts what a checkpoint has into tensors on the device: path in the checkpoint -> tensor."""
         runtime.sync(wait=True)
-        parts = {shards.key_of(keys): sharding.fetch(tensor) for keys, tensor in tensors.items()}
+        parts = {shards.key_of(keys): sharding.empty_parts(tensor) for keys, tensor in tensors.items()}
         if self._folder is not None:
             shards.load(self._folder, into=parts)
         else:
@@ -377,10 +393,8 @@ class SPMDStrategy(Strategy):
             sharding.fill(tensor, parts[shards.key_of(keys)])
 
     def teardown(self) -> None:
-        runtime.sync(wait=True)
-        self._marks.close()
-        sharding.activate(None)
         # Lightning's own would bring all weights and the optimizer's state to this host's memory
+        self._marks.close()
         self.precision_plugin.teardown()
         self.checkpoint_io.teardown()
 

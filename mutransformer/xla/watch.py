@@ -43,7 +43,8 @@ class CompilationWatch:
     def summary(self) -> str:
         """How often each kind of step was compiled, in a line."""
         kinds = ", ".join(f"{kind} {n}" for kind, n in self.n_by_kind.items())
-        return f"compiled: {kinds}; {runtime.n_compilations()} graphs in all, {runtime.compile_s():.1f} s"
+        on_cpu = f"; run on the CPU: {runtime.fallbacks()}" if runtime.fallbacks() else ""
+        return f"compiled: {kinds}; {runtime.n_compilations()} graphs in all, {runtime.compile_s():.1f} s{on_cpu}"
 
     def step(
         self, kind: str, batch: Mapping[str, torch.Tensor], tensors: list[torch.Tensor], send: Callable[[], None]
@@ -89,8 +90,11 @@ def _warn(message: str) -> None:
 
 def _difference(first: list[str], now: list[str]) -> str:
     """The first lines that differ, as computed before numbering: names of instructions are left out."""
-    old, new = ([re.sub(r"\.\d+", "", line) for line in text] for text in (first, now))
-    lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:1] in "+-"][2:]
+    old, new = ([re.sub(r"(%[\w-]+)\.\d+", r"\1", line) for line in text] for text in (first, now))
+    if len(old) == len(new):
+        lines = [text for a, b in zip(old, new, strict=True) if a != b for text in (f"- {a.strip()}", f"+ {b.strip()}")]
+    else:
+        lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:1] in "+-"][2:]
     return "; ".join(" ".join(line.split())[:200] for line in lines[:4]) or "it is the same now"
 
 

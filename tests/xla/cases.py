@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
+from mutransformer.errors import ConfigError
 from mutransformer.model.config import DecoderConfig
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig
 from mutransformer.training.checkpoint import AtomicCheckpointIO
@@ -166,6 +167,32 @@ class NumberInTheGraph(DecoderModule):
     def loss_sum(self, batch: Any) -> torch.Tensor:
         tokens = batch["tokens"].roll(self.global_step + 1, 0)  # a shift is written into the graph as it is
         return super().loss_sum({"tokens": tokens})
+
+
+def one_process_two_trainers(mesh: list[int]) -> list[float]:
+    """A fit on XLA, the same module on the CPU, and another on XLA after one that failed; their validation losses."""
+    losses = []
+    module = make_module("dense")
+    make_trainer(mesh, max_steps=1).fit(module, Batches(*batches(1)), Batches())
+    for trainer, one in ((make_trainer(None), module), (make_trainer(mesh), module), (make_trainer(mesh), None)):
+        one = one or make_module("gqa")
+        trainer.validate(one, Batches(*batches(1)), verbose=False)
+        losses.append(one.val_loss.compute().item())
+        one.val_loss.reset()
+    return losses
+
+
+def refused(mesh: list[int]) -> list[str]:
+    """What does not go with XLA: the errors."""
+    found = []
+    for options, module in (({"precision": "64-true"}, {}), ({}, {"compile": True})):
+        try:
+            trainer = make_trainer(mesh, max_steps=1, **options)
+            decoder = DecoderModule(**{**make_module("dense").hyper_parameters, **module})
+            trainer.fit(decoder, Batches(*batches(1)), Batches())
+        except ConfigError as error:
+            found.append(str(error))
+    return found
 
 
 def warned(fit: Any) -> list[str]:
@@ -343,7 +370,6 @@ def lost_mark(mesh: list[int]) -> list[str]:
 
 def for_tpu(folder: str) -> tuple[str, list[str]]:
     """What options that are for TPU alone do on CPU devices: the error of one, the warnings of the other."""
-    from mutransformer.errors import ConfigError
     from mutransformer.xla.strategy import SPMDStrategy
 
     config = make_module("dense").config["decoder"]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import pytest
 import torch
+from gcs_server import file_system, gcs_server
 from helpers import normal
 
 from mutransformer.errors import SaveError
-from mutransformer.training.checkpoint import AtomicCheckpointIO
+from mutransformer.training.checkpoint import AtomicCheckpointIO, remove_unfinished
 from mutransformer.xla import shards
 from mutransformer.xla.shards import DamagedCheckpointError, HostShards
+
+# gcsfs hands aiohttp bytes, not a stream
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 
 def cut(whole, rows, cols, n_replicas=1):
@@ -107,3 +114,79 @@ def test_parts_that_do_not_make_the_whole_are_found(tmp_path):
     assert not shards.is_sharded(tmp_path / "c")
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         shards.load(tmp_path / "c")
+
+
+def test_a_file_and_a_folder_of_one_name_replace_each_other(tmp_path):
+    io, path = AtomicCheckpointIO(), tmp_path / "step_00000003.ckpt"
+    io.save_checkpoint({"global_step": 3, "by": "file"}, path)
+    for _ in range(2):
+        io.save_checkpoint({**checkpoint(3)[0], "by": "folder"}, path)
+        assert (path.is_dir(), io.load_checkpoint(path)["by"]) == (True, "folder")
+        io.save_checkpoint({"global_step": 3, "by": "file"}, path)
+        assert (path.is_dir(), io.load_checkpoint(path)["by"]) == (False, "file")
+    assert [child.name for child in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_stepped_aside_comes_back_and_what_was_not_finished_goes(tmp_path):
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"global_step": 3}, tmp_path / ".step_00000003.ckpt.old")
+    io.save_checkpoint(checkpoint(4)[0], tmp_path / "step_00000004.ckpt")
+    io.save_checkpoint(checkpoint(5)[0], tmp_path / "step_00000005.ckpt")
+    shards.invalidate(tmp_path / "step_00000005.ckpt")  # as an interrupted removal leaves it
+    io.save_checkpoint(checkpoint(6)[0], tmp_path / ".step_00000006.ckpt.tmp")
+    (tmp_path / "step_00000007.ckpt").mkdir()
+    (tmp_path / "step_00000007.ckpt" / "of another engine").write_text("kept")
+    remove_unfinished(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_0000000{n}.ckpt" for n in (3, 4, 7)]
+
+
+def test_on_an_object_store():
+    with gcs_server():
+        path = "gs://bucket/runs/step_00000003.ckpt"
+        io = AtomicCheckpointIO()
+        io.save_checkpoint(checkpoint(3)[0], path)
+        io.save_checkpoint(checkpoint(3, seed=7)[0], path)
+        assert torch.equal(load_plain_tensors(path), checkpoint(3, seed=7)[1])
+        assert file_system().cat_file("bucket/runs/step_00000003.ckpt/current") == b"step-3-again"
+        assert not shards.is_unfinished(path)
+        io.remove_checkpoint(path)
+        assert not file_system().exists("bucket/runs/step_00000003.ckpt")
+
+
+def load_plain_tensors(path):
+    return AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["decoder.w.a"]
+
+
+def in_a_group(rank, folder, port, fails):
+    """One of two hosts: each has the rows of one half, and both have what is not cut."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    tree, a, b = checkpoint()
+    for keys, whole, n in (("decoder.w.a", a, 4), ("decoder.b", b, 4)):
+        parts = tree["state_dict"][keys].parts
+        tree["state_dict"][keys].parts = {
+            at: part for at, part in parts.items() if keys == "decoder.b" or (at[0] >= n) == (rank == 1)
+        }
+    if fails and rank == 1:
+        shards.verify = lambda *args: (_ for _ in ()).throw(OSError("no space"))
+    try:
+        AtomicCheckpointIO().save_checkpoint(tree, f"{folder}/c")
+    except SaveError as error:
+        Path(folder, f"error-{rank}").write_text(str(error))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_hosts_write_one_checkpoint_and_an_error_of_one_is_that_of_both(tmp_path, fails):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(in_a_group, (str(tmp_path), port, fails), nprocs=2)
+    errors = {path.name: path.read_text() for path in tmp_path.glob("error-*")}
+    if fails:
+        assert "no space" in errors["error-1"] and "another host: no space" in errors["error-0"]
+        assert not shards.is_sharded(tmp_path / "c")
+    else:
+        assert errors == {}
+        _, a, b = checkpoint()
+        found = shards.load(tmp_path / "c")
+        assert torch.equal(found["state_dict"]["decoder.w.a"], a)
+        assert torch.equal(found["state_dict"]["decoder.b"], b)

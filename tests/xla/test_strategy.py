@@ -156,6 +156,19 @@ def test_what_is_for_tpu_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_module_and_a_process_go_from_one_trainer_to_the_next():
+    on_cpu, on_mesh, other = on_devices.run(8, "one_process_two_trainers", mesh=[4, 2])
+    assert on_cpu == pytest.approx(on_mesh, abs=1e-6)
+    assert other == pytest.approx(4.16, abs=0.1) and other != on_cpu
+
+
+def test_what_does_not_go_with_xla_is_refused():
+    assert on_devices.run(8, "refused", mesh=[4, 2]) == [
+        "trainer.precision='64-true': is not for XLA devices; use 32-true or bf16-mixed",
+        "model.compile=True: is not for XLA, which compiles by itself; use false",
+    ]
+
+
 def test_describe_is_the_same(capsys):
     options = ["describe", "--config", str(CONFIGS / "small.yaml"), "--format=json"]
     assert main(options) == 0
