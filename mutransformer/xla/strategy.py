@@ -28,7 +28,7 @@ from mutransformer.model.decoder import Decoder
 from mutransformer.xla import runtime, sharding
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.precision import CastAtUse
-from mutransformer.xla.scan import ScannedLayers
+from mutransformer.xla.scan import choose_layers
 from mutransformer.xla.sharding import Sharding, ShardingError, Spec, specs_of_state
 from mutransformer.xla.watch import CompilationWatch
 
@@ -177,12 +177,7 @@ class SPMDStrategy(Strategy):
         for name, parameter in decoder.named_parameters():
             self._specs[name] = self.sharding.spec(parameter, decoder.axes[name])
             self.sharding.shard(parameter.data, self._specs[name])
-        if decoder.config.scan_layers:
-            decoder.run_layers = ScannedLayers(decoder.axes, decoder.config.remat)
-        elif decoder.config.remat != "none":
-            raise ConfigError(
-                "model.decoder.remat", decoder.config.remat, "needs scan_layers on XLA", "use scan_layers true"
-            )
+        choose_layers(decoder)
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._marks = ExitStack()
