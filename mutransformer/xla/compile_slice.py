@@ -2,8 +2,9 @@
 
     python -I mutransformer/xla/compile_slice.py FOLDER
 
-Runs where jax and libtpu of the versions in the extra `plan` are installed; imports nothing of this package. FOLDER holds
-`step.pb` (HLO) and `request.json`; what comes out is `result.json` and, where it compiled, `optimized.hlo`.
+Runs where jax and libtpu of the versions in the extra `plan` are installed; imports nothing of this package. FOLDER
+holds `step.pb` (HLO) and `request.json`; what comes out is `result.json`, `step.hlo` (the program as text) and, where it
+compiled, `optimized.hlo`.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def compile_step(hlo: bytes, request: dict[str, Any], folder: Path) -> dict[str,
     if n != request["n_devices"]:
         raise ValueError(f"{request['topology']} has {n} devices, the program is for {request['n_devices']}")
 
-    text = _jax.mlir.xla_computation_to_mlir_module(_jax.XlaComputation(hlo))
-    bytecode = _annotated(text, request, n)
+    traced = _jax.XlaComputation(hlo)
+    (folder / "step.hlo").write_text(traced.as_hlo_text())
+    bytecode = _annotated(_jax.mlir.xla_computation_to_mlir_module(traced), request, n)
     options = xc.CompileOptions()
     options.num_replicas, options.num_partitions = 1, n
     build = options.executable_build_options
@@ -91,7 +93,7 @@ def compile_step(hlo: bytes, request: dict[str, Any], folder: Path) -> dict[str,
             result["out_of_memory" if is_memory else "error"] = str(error)
             return result
         result["compile_s"] = time.monotonic() - started
-        result["peak"] = _peak(Path(dump))
+        result["buffers"] = _buffers(Path(dump))
     memory = program.get_compiled_memory_stats()
     result["memory"] = {
         name: getattr(memory, f"{name}_size_in_bytes")
@@ -101,18 +103,24 @@ def compile_step(hlo: bytes, request: dict[str, Any], folder: Path) -> dict[str,
     return result
 
 
-def _peak(dump: Path, n_most: int = 40) -> list[dict[str, Any]]:
-    """The largest temporaries that are there at once where memory is fullest: name, bytes, shape."""
+def _buffers(dump: Path, n_most: int = 30) -> list[dict[str, Any]]:
+    """The largest temporaries in the order of their size, one for each place in memory: name, bytes, shape."""
     for file in dump.glob("*buffer-assignment.txt"):
-        text = file.read_text()
-        _, found, live = text.partition("(peak):")
-        if found:
-            shapes = dict(re.findall(r" value: <\d+ (\S+) @\d+> \(size=\d+,offset=\d+\): (\S+)", text))
-            lines = re.findall(r"^ +(\S+): (\d+) bytes", live, flags=re.MULTILINE)
-            return [
-                {"name": name, "bytes": int(size), "shape": shapes.get(name, shapes.get(name.removesuffix("{}"), ""))}
-                for name, size in lines[:n_most]
-            ]
+        temporaries = re.findall(r"^allocation \d+: size \d+, preallocated-temp:\n((?: .*\n)*)", file.read_text(), re.M)
+        values = [
+            (int(size), int(offset), name, shape)
+            for text in temporaries[:1]  # further ones are in other memories
+            for name, size, offset, shape in re.findall(
+                r"value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (\S+)", text
+            )
+        ]
+        places: list[tuple[int, int]] = []
+        found = []
+        for size, offset, name, shape in sorted(values, reverse=True):
+            if all(offset + size <= start or end <= offset for start, end in places):
+                places.append((offset, offset + size))
+                found.append({"name": name, "bytes": size, "shape": shape.partition("{")[0]})
+        return found[:n_most]
     return []
 
 
