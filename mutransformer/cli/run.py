@@ -60,6 +60,13 @@ TRAINER_DEFAULTS = {
 FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed", "data.cache")
 
 
+# command -> options that say yes by themselves
+FLAGS: dict[str, tuple[str, ...]] = {
+    "list_caches": ("--verify",),
+    "plan": ("--analytic", "--search", "--json", "--topologies", "--shard_vocab"),
+}
+
+
 class RunCLI(LightningCLI):
     """Parses one subcommand, wires data, model and trainer, runs it.
 
@@ -78,7 +85,8 @@ class RunCLI(LightningCLI):
     def __init__(self, subcommand: str, args: list[str]) -> None:
         _quiet_libraries()
         self._only = subcommand = METHODS.get(subcommand, subcommand)
-        self._args = args
+        flags = FLAGS.get(subcommand, ())
+        self._args = args = [f"{arg}=true" if arg in flags else arg for arg in args]
         self._given = given_keys(args)
         super().__init__(
             DecoderModule,
@@ -90,7 +98,7 @@ class RunCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=[subcommand, *("--verify=true" if arg == "--verify" else arg for arg in in_order_of_precedence(args))],
+            args=[subcommand, *in_order_of_precedence(self._args)],
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]

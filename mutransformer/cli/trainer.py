@@ -16,7 +16,7 @@ from mutransformer.errors import CheckFailed, ConfigError
 from mutransformer.verify.search import DEFAULT_SPACE, Space
 
 # commands that need no device of their own: they train nothing, or make a Trainer for each of many runs
-WITHOUT_TRAINER = ("describe", "prepare", "list_caches", "coordcheck", "transfer")
+WITHOUT_TRAINER = ("describe", "prepare", "list_caches", "coordcheck", "transfer", "plan")
 METHODS = {"data": "list_caches"}  # command -> method, where a section of the config has the command's name
 
 
@@ -168,6 +168,57 @@ class RunTrainer(Trainer):
             verdict = run_transfer(settings, grid, Path(out), **options)
         if verdict is not None and not verdict.passed:
             raise CheckFailed(f"{verdict}; see {out}/verdict.json")
+
+    def plan(
+        self,
+        model: Any,
+        datamodule: TextDataModule,
+        topology: str = "v5e:4x4",
+        mesh_rows: int = -1,
+        mesh_cols: int = 1,
+        shard_vocab: bool = False,
+        analytic: bool = False,
+        search: bool = False,
+        effort: Literal["full", "fast"] = "full",
+        json: bool = False,
+        topologies: bool = False,
+        compiler_python: str | None = None,
+    ) -> None:
+        """Experimental: does a run fit a TPU slice, with which collectives, and what would a step take at best? FITS or not.
+
+        The real step is traced without weights and compiled for the slice, which is not needed for that.
+
+        Args:
+            topology: slice, as in v5e:16x16 or v5litepod-256.
+            mesh_rows: devices on axis X; -1: what mesh_cols leaves.
+            mesh_cols: devices on axis Y; -1: what mesh_rows leaves.
+            shard_vocab: also cut embedding and unembedding over X by the vocabulary.
+            analytic: by arithmetic alone, in a second, without the compiler.
+            search: try all meshes, rematerialization policies and micro-batches, and compile the best few.
+            effort: the compiler's; `fast` takes a third of the time and may be off by 15 percent.
+            json: print JSON.
+            topologies: print the slices that are known, and nothing else.
+            compiler_python: a Python that has the extra `plan`; null: MUTRANSFORMER_PLAN_PYTHON, or this one.
+        """
+        from mutransformer.verify.capacity_command import plan_command
+        from mutransformer.xla.slices import topologies_table
+
+        if topologies:
+            print(topologies_table())
+            return
+        plan_command(
+            model,
+            tokens_per_batch=datamodule.tokens_per_batch,
+            precision=str(self.resolve()["trainer"]["precision"]),
+            topology=topology,
+            mesh=(mesh_rows, mesh_cols),
+            shard_vocab=shard_vocab,
+            analytic=analytic,
+            search=search,
+            effort=effort,
+            as_json=json,
+            compiler_python=compiler_python,
+        )
 
 
 def _key_and_value(option: str, text: str, remedy: str) -> tuple[str, str]:

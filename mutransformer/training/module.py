@@ -42,20 +42,24 @@ NOT_FOR_TRAINER = ("accumulate_grad_batches", "gradient_clip_val")
 COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"32-true": None, "64-true": None, "bf16-mixed": torch.bfloat16}
 
 
-def check_precision(precision: object) -> None:
+def check_precision(precision: object) -> str:
     """Refuses a `trainer.precision` that would not keep float32 masters with the casts this model makes.
 
+    Returns:
+        Its name in COMPUTE_DTYPES.
     Raises:
         ConfigError: with the precisions that do.
     """
     aliases = {"None": "32-true", "32": "32-true", "64": "64-true"}
-    if aliases.get(str(precision), str(precision)) not in COMPUTE_DTYPES:
+    name = aliases.get(str(precision), str(precision))
+    if name not in COMPUTE_DTYPES:
         raise ConfigError(
             "trainer.precision",
             precision,
             "would not keep float32 masters with the casts this model makes",
             f"use one of {', '.join(COMPUTE_DTYPES)}",
         )
+    return name
 
 
 class DecoderModule(LightningModule):

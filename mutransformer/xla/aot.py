@@ -127,4 +127,3 @@ def sharding_text(spec: Spec, mesh: MeshShape) -> str:
 
 def _handle(tensor: torch.Tensor) -> int:
     return torch_xla._XLAC._get_tensors_handle([tensor])[0]
-

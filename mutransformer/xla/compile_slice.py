@@ -134,9 +134,7 @@ def _annotated(text: str, request: dict[str, Any], n_devices: int) -> bytes:
     with jax_mlir.make_ir_context(), ir.Location.unknown():
         module = ir.Module.parse(text)
         main = next(
-            op
-            for op in module.body
-            if op.operation.name == "func.func" and op.attributes["sym_name"].value == "main"
+            op for op in module.body if op.operation.name == "func.func" and op.attributes["sym_name"].value == "main"
         )
         string, number = ir.StringAttr.get, lambda n: ir.IntegerAttr.get(ir.IntegerType.get_signless(32), n)
         of_arguments = []

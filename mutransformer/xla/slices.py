@@ -163,7 +163,9 @@ class Slice:
         near = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
         sizes = ", ".join(slice_.name for slice_ in known.values() if slice_.generation == generation)
         remedy = f"did you mean {near[0]}?" if near else f"use one of {sizes or ', '.join(CHIPS)}"
-        raise ConfigError("topology", text, "is not a TPU slice that is known here", f"{remedy} (--topologies lists all)")
+        raise ConfigError(
+            "topology", text, "is not a TPU slice that is known here", f"{remedy} (--topologies lists all)"
+        )
 
     def axis_bytes_per_s(self, rows: int, cols: int) -> dict[str, float]:
         """Bytes that a chip sends each second along mesh axis X and Y, at the links' peak.
@@ -191,7 +193,9 @@ class Slice:
 def all_slices() -> list[Slice]:
     """Every slice in the table."""
     return [
-        Slice(generation, tuple(int(n) for n in size.split("x"))) for generation, chip in CHIPS.items() for size in chip.sizes
+        Slice(generation, tuple(int(n) for n in size.split("x")))
+        for generation, chip in CHIPS.items()
+        for size in chip.sizes
     ]
 
 
@@ -210,4 +214,6 @@ def topologies_table() -> str:
         for slice_ in all_slices()
     ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
