@@ -33,7 +33,14 @@ from mutransformer.training.callbacks import (
     bits_per_byte,
 )
 from mutransformer.training.checkpoint import AtomicCheckpointIO, load_plain
-from mutransformer.training.module import LINKED_SETTINGS, NOT_FOR_TRAINER, DecoderModule, check_precision
+from mutransformer.training.engine import STRATEGY_CLASS, engine_options
+from mutransformer.training.module import (
+    HOW_LAYERS_RUN,
+    LINKED_SETTINGS,
+    NOT_FOR_TRAINER,
+    DecoderModule,
+    check_precision,
+)
 
 # (set by the user, follows from it, how)
 LINKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -57,7 +64,14 @@ TRAINER_DEFAULTS = {
 }
 
 # settings that a resumed run may change: they do not change what the weights mean, nor the tokens
-FREE_TO_CHANGE = ("model.schedule.total_steps", "model.n_micro_batch", "model.compile", "model.seed", "data.cache")
+FREE_TO_CHANGE = (
+    "model.schedule.total_steps",
+    "model.n_micro_batch",
+    "model.compile",
+    "model.seed",
+    "data.cache",
+    *(f"model.decoder.{name}" for name in HOW_LAYERS_RUN),
+)
 
 
 # command -> options that say yes by themselves
@@ -98,8 +112,16 @@ class RunCLI(LightningCLI):
             save_config_callback=None,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=[subcommand, *in_order_of_precedence(self._args)],
+            args=self._command_line(),
         )
+
+    def _command_line(self, *more: str) -> list[str]:
+        args = in_order_of_precedence([*self._args, *more])
+        # one strategy has settings that are ours: with these it need not be named
+        strategy = {key for key in self._given if f"{key}.".startswith("trainer.strategy.")}
+        if strategy and not strategy & {"trainer.strategy", "trainer.strategy.class_path"}:
+            args = [f"--trainer.strategy={STRATEGY_CLASS}", *args]
+        return [self._only, *args]
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         return {self._only: self.COMMANDS[self._only]}
@@ -157,7 +179,7 @@ class RunCLI(LightningCLI):
             ConfigError: as for what the user typed.
         """
         try:
-            parsed = self.parser.parse_args([self._only, *in_order_of_precedence([*self._args, *more])])
+            parsed = self.parser.parse_args(self._command_line(*more))
         except ArgumentError as error:
             raise from_message(str(error), self._known_keys()) from error
         text = self._parser(self._only).dump(parsed[self._only], skip_none=False, skip_link_targets=False)
@@ -176,6 +198,8 @@ class RunCLI(LightningCLI):
         config = self._section(cast(Namespace, self.config_init))
         trainer, checkpoint = config.trainer, config.checkpoint
         check_precision(trainer.precision)
+        for name, value in engine_options(trainer.accelerator, trainer.strategy).items():
+            trainer[name] = value
         for name in NOT_FOR_TRAINER:
             trainer.pop(name)
         self._dump_config()
@@ -218,6 +242,8 @@ class RunCLI(LightningCLI):
         if n_parts > n_rows:
             rule = f"a batch has {n_rows} sequences to split"
             raise ConfigError("trainer.accumulate_grad_batches", n_parts, rule, f"use {n_rows}")
+        if check := getattr(self.trainer.strategy, "check", None):
+            check(self.model.config["decoder"], n_rows, n_parts)
         self.datamodule.setup("fit")
         self.datamodule.train_dataloader()
         folder = Path(str(self.trainer.log_dir))

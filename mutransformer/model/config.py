@@ -55,10 +55,10 @@ class DecoderConfig:
         qk_norm: RMSNorm on each head's query and key, before the rotary positions.
         projection_biases: a bias on every projection, the unembedding too.
         tie_embeddings: one matrix as embedding and unembedding.
-        scan_layers: on XLA, compile one layer and loop over it, so that compile time does not grow with depth; read there
-            alone.
-        remat: what the backward pass computes again instead of keeping it in memory: `none`, `block` (all but each block's
-            input), `dots` (all but matrix products).
+        scan_layers: on XLA, compile one layer and loop over it, so that compile time does not grow with depth; not read
+            elsewhere.
+        remat: what the backward pass computes again instead of keeping it: `none`, `block` (all but the input of each
+            block), `dots` (all but matrix products).
         sequence_len: longest sequence; linked to data.sequence_len.
         vocab_size: number of token ids; linked to the data's tokenizer.
     """

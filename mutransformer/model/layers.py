@@ -32,7 +32,7 @@ def loop_layers(
         x_BLD: residual stream.
         stacked: name -> [n_layer, ...].
         shared: name -> tensor that every layer gets as it is.
-        remat: what the backward pass computes again: `none`, the whole `block`, or all of it but matrix products (`dots`).
+        remat: what the backward pass computes again: `none`, the whole `block`, all but matrix products (`dots`).
     Returns:
         x_BLD after the last layer.
     """

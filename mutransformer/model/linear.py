@@ -1,7 +1,7 @@
 """Products of tensors: torch's own on CPU and GPU; on XLA one contraction whose dimensions stay apart.
 
-torch writes a product of many dimensions as reshapes around a matrix product. A dimension sharded on one mesh axis, merged
-with one sharded on another, costs GSPMD all-to-alls; so there the equation is kept, forward and backward.
+torch writes a product of many dimensions as reshapes around a matrix product. A dimension sharded on one mesh axis,
+merged with one sharded on another, costs GSPMD all-to-alls; so there the equation is kept, forward and backward.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ class OptimizerConfig:
         decay: `independent` takes weight_decay times the schedule off a weight in each step, whatever the learning
             rate; `coupled` takes learning rate times weight_decay, as torch does.
         scale_eps: multiply eps by the same width factor as the learning rate.
-        first_moment: how the first moment is kept (adamw, lion): in the dtype of the weights (`same`) or in `bfloat16`, for
-            half its memory; the update is computed in the weights' dtype.
+        first_moment: how the first moment is kept (adamw, lion): in the dtype of the weights (`same`), or in `bfloat16`
+            for half its memory; the update is computed in the weights' dtype.
     """
 
     algorithm: Literal["adamw", "lion", "sgd"] = "adamw"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from mutransformer.errors import ConfigError, Interrupted, NonFiniteError
-from mutransformer.training.module import DecoderModule
+from mutransformer.training.module import DecoderModule, check_finite
 from mutransformer.training.schedule import schedule_factor
 
 LN_2 = 0.6931471805599453
@@ -179,33 +180,32 @@ class RunCheckpoint(Checkpoint):
 
 
 class DetectNonFinite(Callback):
-    """Stops at the first step whose loss or gradient norm is not finite; never lets such weights into a checkpoint.
+    """Stops at a loss or gradient norm that is not finite; never lets such weights into a checkpoint.
 
-    On the CPU every step is looked at; elsewhere a flag is kept on the device and read when metrics are due and
-    before each checkpoint, so that no step waits for it.
+    On the CPU every step is looked at; elsewhere, so that no step waits, those at which metrics are due, and each
+    checkpoint: weights that are not finite once stay so.
     """
 
     def __init__(self, checkpoint: RunCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._is_bad: torch.Tensor | None = None
+        self._newest: tuple[torch.Tensor, ...] = ()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        bad = ~torch.isfinite(outputs["loss"] + outputs["grad_norm"])
-        self._is_bad = bad if self._is_bad is None else self._is_bad | bad
-        if pl_module.device.type == "cpu" or trainer.global_step % _log_interval(trainer) == 0:
+        self._newest = (outputs["loss"], outputs["grad_norm"])
+        if outputs["loss"].device.type == "cpu" or trainer.global_step % _log_interval(trainer) == 0:
             self._raise_if_bad(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: DecoderModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._raise_if_bad(trainer)
         try:
-            pl_module.check_finite()
+            check_finite(checkpoint["state_dict"])
         except NonFiniteError as error:
             raise NonFiniteError(f"{error} {self._where(trainer)}") from None
 
     def _raise_if_bad(self, trainer: Trainer) -> None:
-        if self._is_bad is not None and self._is_bad.item():
+        if not all(math.isfinite(value.item()) for value in self._newest):
             raise NonFiniteError(f"loss or gradient norm is not finite {self._where(trainer)}")
 
     def _where(self, trainer: Trainer) -> str:

@@ -38,6 +38,9 @@ LINKED_SETTINGS: Mapping[str, str] = {
 # of these, what Lightning's Trainer must not see: one batch is one step, split and clipped by the module
 NOT_FOR_TRAINER = ("accumulate_grad_batches", "gradient_clip_val")
 
+# settings of the decoder that weights do not depend on
+HOW_LAYERS_RUN = ("scan_layers", "remat")
+
 # trainer.precision -> dtype the model computes in; masters keep theirs (float32, float64 under 64-true)
 COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"32-true": None, "64-true": None, "bf16-mixed": torch.bfloat16}
 
@@ -241,7 +244,7 @@ class DecoderModule(LightningModule):
         for section in ("decoder", "parametrization"):
             saved = checkpoint["mutransformer"]["module"][section]
             for name, value in dataclasses.asdict(self.config[section]).items():
-                if saved.get(name, value) != value:
+                if name not in HOW_LAYERS_RUN and saved.get(name, value) != value:
                     raise ConfigError(
                         f"model.{section}.{name}",
                         value,
@@ -250,11 +253,13 @@ class DecoderModule(LightningModule):
                     )
         self.configure_model()
 
-    def check_finite(self) -> None:
-        """Raises NonFiniteError naming a parameter that holds NaN or infinity."""
-        for name, parameter in self.decoder.named_parameters():
-            if not torch.isfinite(parameter).all():
-                raise NonFiniteError(f"parameter {name} is not finite")
+
+def check_finite(state_dict: Mapping[str, Any]) -> None:
+    """Raises NonFiniteError naming a tensor of a checkpoint that holds NaN or infinity."""
+    for name, tensor in state_dict.items():
+        is_finite = tensor.isfinite().all() if isinstance(tensor, torch.Tensor) else tensor.is_finite()
+        if not is_finite:
+            raise NonFiniteError(f"parameter {name.removeprefix('decoder.')} is not finite")
 
 
 def _as_config(cls: type, value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Optimizers for engines that compile the step: numbers that change from step to step come as one small tensor.
 
 A learning rate written into a graph as a number is compiled anew when it is exactly 0 or 1, and costs a transfer each
-otherwise; here the learning rates and bias corrections of all groups are packed into one tensor a step. Groups and state
-are those of torch's optimizers, so that a checkpoint goes from one engine to another.
+otherwise; here the learning rates and bias corrections of all groups are packed into one tensor a step. Groups and
+state are those of torch's optimizers, so that a checkpoint goes from one engine to another.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ def _sgd(p: torch.Tensor, gradient: torch.Tensor, state: State, group: Group, nu
     p.copy_(p * (1 - lr * group.get("decoupled_decay", 0.0)) - lr * gradient)
 
 
+# what torch's optimizers keep in their groups besides, so that they find their own in a checkpoint of ours
+_TORCHS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
+              "fused": True, "decoupled_weight_decay": True},
+    "lion": {},
+    "sgd": {"dampening": 0, "nesterov": False, "maximize": False, "foreach": None, "differentiable": False,
+            "fused": None},
+}  # fmt: skip
+
 # algorithm -> (update, its buffers, of which the first is the first moment)
 _ALGORITHMS: Mapping[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "adamw": (_adamw, ("exp_avg", "exp_avg_sq")),
@@ -80,7 +89,7 @@ class PackedOptimizer(Optimizer):
         self._update, self._buffers = _ALGORITHMS[algorithm]
         self._has_steps = algorithm == "adamw"
         self._moment_dtype = None if algorithm == "sgd" else moment_dtype
-        super().__init__(groups, {"weight_decay": 0.0, **defaults})
+        super().__init__(groups, {"weight_decay": 0.0, **_TORCHS[algorithm], **defaults})
         for group in self.param_groups:
             buffers = self._buffers if group.get("momentum", True) else ()
             for p in group["params"]:

@@ -23,6 +23,7 @@ from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import ConfigError
 from mutransformer.mup.config import ParametrizationConfig
 from mutransformer.training.checkpoint import AtomicCheckpointIO
+from mutransformer.training.engine import engine_options
 from mutransformer.training.module import LINKED_SETTINGS, NOT_FOR_TRAINER, DecoderModule
 
 Settings = Mapping[str, Any]
@@ -131,6 +132,7 @@ def build_trainer(settings: Settings, callbacks: Sequence[Callback]) -> Trainer:
         raise ConfigError("trainer.devices", devices, "a run of a study has one", "use 1, with --jobs or --shard")
     own["devices"] = 1
     engine = {name: value for name, value in settings["trainer"].items() if name not in NOT_FOR_TRAINER}
+    engine.update(engine_options(engine["accelerator"], engine["strategy"]))
     with quiet():
         return Trainer(**{**engine, **own})
 

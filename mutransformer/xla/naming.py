@@ -33,9 +33,10 @@ class Names:
     def __init__(self, workload: Workload) -> None:
         self._by_sizes: dict[Sizes, str] = {}
         self._by_count: dict[int, str] = {}
-        for name, sizes in _known(workload):
+        for name, sizes, is_activation in _known(workload):
             self._by_sizes.setdefault(_key(sizes), name)
-            self._by_count.setdefault(math.prod(sizes), name)
+            if is_activation:  # dimensions are merged and split; of weights too many have one size
+                self._by_count.setdefault(math.prod(sizes), name)
 
     def of(self, shape: Shape) -> str:
         """The name; empty where nothing known has these sizes, in any order, or as many elements."""
@@ -46,7 +47,7 @@ def _key(sizes: Sizes) -> Sizes:
     return tuple(sorted(size for size in sizes if size != 1))
 
 
-def _known(workload: Workload) -> Iterator[tuple[str, Sizes]]:
+def _known(workload: Workload) -> Iterator[tuple[str, Sizes, bool]]:
     """All that is expected in a step, the likelier first."""
     decoder, mesh = workload.decoder, workload.mesh
     parts = {"X": mesh.rows, "Y": mesh.cols}
@@ -66,16 +67,16 @@ def _known(workload: Workload) -> Iterator[tuple[str, Sizes]]:
 
     activations = [(name, axes) for axes, name in ACTIVATION_NAMES.items()]
     for name, axes in activations:
-        yield name, cut(axes)
-        yield f"{name}, gathered over Y", cut(axes, whole_over="Y")
+        yield name, cut(axes), True
+        yield f"{name}, gathered over Y", cut(axes, whole_over="Y"), True
     for name, axes in activations[1:]:  # logits are made once
-        yield f"{name} of all layers, kept for the backward pass", (decoder.n_layer, *cut(axes))
+        yield f"{name} of all layers, kept for the backward pass", (decoder.n_layer, *cut(axes)), True
     for tensor in decoder.tensors():
-        yield f"{tensor.name} or its gradient", cut(tensor.axes)
+        yield f"{tensor.name} or its gradient", cut(tensor.axes), False
         if tensor.is_in_block:
-            yield f"{tensor.name} of one layer, gathered", cut(tensor.axes, whole_over="X")[1:]
-            yield f"{tensor.name} of one layer", cut(tensor.axes)[1:]
-        yield f"{tensor.name}, gathered", cut(tensor.axes, whole_over="X")
+            yield f"{tensor.name} of one layer, gathered", cut(tensor.axes, whole_over="X")[1:], False
+            yield f"{tensor.name} of one layer", cut(tensor.axes)[1:], False
+        yield f"{tensor.name}, gathered", cut(tensor.axes, whole_over="X"), False
     for name, axes in activations[1:]:
-        yield f"{name} of all layers, gathered over X and Y", (decoder.n_layer, *cut(axes, whole_over="XY"))
-        yield f"{name}, gathered over X and Y", cut(axes, whole_over="XY")
+        yield f"{name} of all layers, gathered over X and Y", (decoder.n_layer, *cut(axes, whole_over="XY")), True
+        yield f"{name}, gathered over X and Y", cut(axes, whole_over="XY"), True

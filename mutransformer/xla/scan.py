@@ -97,7 +97,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _keeping(is_kept: Callable[[torch.fx.Node], bool]) -> Callable[..., Any]:
-    """A partitioner under which the backward pass gets a layer's inputs and what `is_kept`, and computes the rest again."""
+    """A partitioner: the backward pass gets a layer's inputs and what `is_kept`, and computes the rest again."""
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         of_backward: set[torch.fx.Node] = set()

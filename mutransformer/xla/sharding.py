@@ -1,4 +1,4 @@
-"""Tensors on a mesh: the marks that the layout's table puts on them, and reading back that they took."""
+"""Tensors on the mesh: the marks that cut them by the table, reading back that they took, and their parts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch_xla.distributed.spmd as xs
 from mutransformer.model.axes import Axes
 from mutransformer.xla.layout import Spec, spec_of
 from mutransformer.xla.mesh import MeshShape
+from mutransformer.xla.shards import HostShards
 
 
 class ShardingError(RuntimeError):
@@ -68,6 +69,27 @@ def local_shards(tensor: torch.Tensor) -> list[tuple[torch.Tensor, tuple[slice, 
         where = whole if shard.indices is Ellipsis else tuple(shard.indices)
         shards.append((shard.data[tuple(slice(0, part.stop - part.start) for part in where)], where))
     return shards
+
+
+def fetch(tensor: torch.Tensor) -> HostShards:
+    """This host's parts of a tensor on the device."""
+    return HostShards.of(tensor, local_shards(tensor))
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, values: HostShards) -> None:
+    """Puts this host's parts into a tensor on the device, whose sharding stays as it is."""
+    sharded = xs.XLAShardedTensor(tensor)
+    if sharded.sharding_type in (None, xs.ShardingType.REPLICATED):
+        tensor.copy_(values.parts[(0,) * tensor.dim()])
+        return
+    shards = sharded.local_shards
+    for shard in shards:
+        part = values.parts[tuple(piece.start for piece in shard.indices)]
+        shard.data[tuple(slice(0, size) for size in part.shape)] = part
+    torch_xla._XLAC._load_local_shards(
+        tensor, [shard.data for shard in shards], [shard.shard_device for shard in shards]
+    )
 
 
 _active: Sharding | None = None

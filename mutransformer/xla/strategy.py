@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import reduce
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from mutransformer.errors import ConfigError
 from mutransformer.model.axes import marking
 from mutransformer.model.decoder import Decoder
-from mutransformer.xla import runtime, sharding
+from mutransformer.xla import runtime, sharding, shards
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.precision import CastAtUse
 from mutransformer.xla.scan import choose_layers
@@ -37,8 +38,8 @@ class SPMDStrategy(Strategy):
     """Shards a decoder over a mesh of XLA devices, rows X by columns Y, as GSPMD's "2D finalized".
 
     Args:
-        mesh_rows: devices on axis X, over which batches and, as in FSDP, weights are cut; -1: all that mesh_cols leaves.
-        mesh_cols: devices on axis Y, over which heads and features are cut; -1: all that mesh_rows leaves.
+        mesh_rows: devices on axis X, over which batches and, as in FSDP, weights are cut; -1: what mesh_cols leaves.
+        mesh_cols: devices on axis Y, over which heads and features are cut; -1: what mesh_rows leaves.
         shard_vocab: also cut embedding and unembedding over X by the vocabulary.
     """
 
@@ -54,6 +55,7 @@ class SPMDStrategy(Strategy):
         self._specs: dict[str, Spec] = {}
         self._marks = ExitStack()
         self._is_checked = False
+        self._folder: Any = None  # of shards, that the run is restored from
 
     # the environment
 
@@ -81,7 +83,8 @@ class SPMDStrategy(Strategy):
 
     @property
     def root_device(self) -> torch.device:
-        return runtime.device()
+        """The host, for what Lightning logs and decides: on the device it would add to the graphs of the steps."""
+        return torch.device("cpu")
 
     @property
     def global_rank(self) -> int:
@@ -169,9 +172,7 @@ class SPMDStrategy(Strategy):
         decoder = self.decoder
         self.sharding.shape.check_model(decoder.config, self.shard_vocab)
         names = [name for name, _ in decoder.named_parameters()]
-        # The decoder alone, with new Parameters: metrics and what Lightning logs stay on the host, or they would add to
-        # the graphs of the steps.
-        decoder.to(self.root_device)
+        decoder.to(runtime.device())  # makes new Parameters
         if [name for name, _ in decoder.named_parameters()] != names:
             raise ShardingError(f"parameters changed in the move to the device: {names}")
         for name, parameter in decoder.named_parameters():
@@ -183,8 +184,9 @@ class SPMDStrategy(Strategy):
         self._marks = ExitStack()
         self._marks.enter_context(marking(self.sharding.mark))
         sharding.activate(self.sharding)
-        super().setup(trainer)
+        self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
             self._shard_optimizers()
         runtime.sync(wait=True)
         self.check_sharding()
@@ -200,7 +202,7 @@ class SPMDStrategy(Strategy):
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
                     if name != "step" and isinstance(value, torch.Tensor):
-                        state[name] = value.to(self.root_device)
+                        state[name] = value.to(runtime.device())
                 for name, spec in specs_of_state(parameter, self._specs[names[id(parameter)]], state).items():
                     self.sharding.shard(state[name], spec)
 
@@ -228,7 +230,7 @@ class SPMDStrategy(Strategy):
             is_split = self.world_size > 1  # then over all devices first, as torch_xla asks for
             rows = ("X", "Y") if is_split else "X"
             spec = xs.ShardingSpec(self.sharding.mesh, (rows, *(None,) * (tensor.dim() - 1)), minibatch=is_split)
-            return xm.send_cpu_data_to_device([tensor], self.root_device, spec)[0]
+            return xm.send_cpu_data_to_device([tensor], runtime.device(), spec)[0]
 
         return tree_map_only(torch.Tensor, send, batch)
 
@@ -256,30 +258,81 @@ class SPMDStrategy(Strategy):
         tensors = [*self.decoder.parameters(), *(value for value in results if isinstance(value, torch.Tensor))]
         self.watch.step(kind, batch, tensors, runtime.sync)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        runtime.sync(wait=True)
-        return super().optimizer_state(optimizer)
+    # checkpoints: each host keeps to its own shards, see xla/shards.py
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
-        # what was restored lies on the devices as in the middle of a run, so the first step has the graph of every other
-        runtime.sync(wait=True)
-        self._shard_optimizers()
-        runtime.sync(wait=True)
-        self.check_sharding()
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return _on_host(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return _on_host(super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.world_size > 1:
+            _process_group()
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # into tensors that are cut already
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """All but the tensors of a folder of shards, which are read part by part when they are asked for."""
+        self._folder = checkpoint_path if shards.is_sharded(checkpoint_path) else None
+        if self._folder is not None:
+            return shards.load(self._folder, into={})
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        saved, own = checkpoint["state_dict"], self.lightning_module.state_dict()
+        if saved.keys() != own.keys():
+            raise ShardingError(f"the checkpoint's weights and the model's differ: {sorted(saved.keys() ^ own.keys())}")
+        parameters = dict(self.lightning_module.named_parameters())
+        self._fill(checkpoint, {("state_dict", name): parameters[name] for name in own})
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        tensors: dict[tuple[str | int, ...], torch.Tensor] = {}
+        for i, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            buffers = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+            numbers = {
+                index: {name: value if name == "step" else None for name, value in state.items()}
+                for index, state in saved["state"].items()
+            }
+            optimizer.load_state_dict({**saved, "state": numbers})
+            for index, (parameter, state) in enumerate(buffers.items()):
+                for name, buffer in state.items():
+                    if name != "step":
+                        optimizer.state[parameter][name] = buffer
+                        tensors["optimizer_states", i, "state", index, name] = buffer
+        self._fill(checkpoint, tensors)
+        self.check_sharding()
+
+    def _fill(self, checkpoint: Mapping[str, Any], tensors: Mapping[tuple[str | int, ...], torch.Tensor]) -> None:
+        """Puts what a checkpoint has into tensors on the device: path in the checkpoint -> tensor."""
         runtime.sync(wait=True)
-        on_host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), checkpoint)
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(on_host, filepath, storage_options=storage_options)
+        parts = {shards.key_of(keys): sharding.fetch(tensor) for keys, tensor in tensors.items()}
+        if self._folder is not None:
+            shards.load(self._folder, into=parts)
+        else:
+            for keys in tensors:
+                parts[shards.key_of(keys)].take_from(reduce(lambda tree, key: tree[key], keys, checkpoint))
+        for keys, tensor in tensors.items():
+            sharding.fill(tensor, parts[shards.key_of(keys)])
 
     def teardown(self) -> None:
         runtime.sync(wait=True)
         self._marks.close()
         sharding.activate(None)
-        super().teardown()
+        # Lightning's own would bring all weights and the optimizer's state to this host's memory
+        self.precision_plugin.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _on_host(tree: Any) -> Any:
+    """The same tree with this host's parts in place of tensors on the device."""
+    runtime.sync(wait=True)
+    return tree_map_only(
+        torch.Tensor, lambda tensor: sharding.fetch(tensor.data) if tensor.device.type == "xla" else tensor, tree
+    )
 
 
 def _process_group() -> None:

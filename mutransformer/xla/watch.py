@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 from mutransformer.xla import runtime
+
+Shape = tuple[tuple[int, ...], str]
+Shapes = dict[str, Shape]
 
 
 class RecompilationWarning(UserWarning):
@@ -20,8 +23,8 @@ class RecompilationWarning(UserWarning):
 class CompilationWatch:
     """Knows how often each kind of step was compiled.
 
-    The first step of a kind (training, validation, test) compiles its graph. Any later one that compiles again is
-    warned of, with the shape that changed or, for the next such step, the first line of the graph that did.
+    The first step of a kind (training, validation, test) compiles its graph. A later one that compiles again is warned
+    of, with the shape that changed; where none did, the graph of the step after it is compared with the first.
 
     Attributes:
         n_by_kind: kind of step -> compilations within its steps.
@@ -29,8 +32,9 @@ class CompilationWatch:
 
     def __init__(self) -> None:
         self.n_by_kind: dict[str, int] = defaultdict(int)
-        self._shapes: dict[str, Any] = {}
-        self._graphs: dict[str, list[str]] = {}  # kind -> text of an earlier graph, once it was compiled again
+        self._shapes: dict[str, Shapes] = {}
+        self._first_graph: dict[str, list[str]] = {}
+        self._is_asked: set[str] = set()  # kinds whose next graph is to be compared
 
     def step(
         self, kind: str, batch: Mapping[str, torch.Tensor], tensors: list[torch.Tensor], send: Callable[[], None]
@@ -44,29 +48,42 @@ class CompilationWatch:
         """
         shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in batch.items()}
         is_first = kind not in self._shapes
-        before = self._shapes.setdefault(kind, shapes)
-        text = runtime.graph_text(tensors).splitlines() if kind in self._graphs else None
+        before = self._shapes.get(kind, shapes)
+        self._shapes[kind] = shapes
+        graph = runtime.graph_text(tensors).splitlines() if is_first or kind in self._is_asked else None
+        if is_first and graph is not None:
+            self._first_graph[kind] = graph
+        elif graph is not None:
+            self._is_asked.discard(kind)
+            difference = _difference(self._first_graph[kind], graph)
+            _warn(f"the graph of the {kind} step is not that of the first one: {difference}")
         n_before = runtime.n_compilations()
         send()
         n_new = runtime.n_compilations() - n_before
         self.n_by_kind[kind] += n_new
-        if n_new and not is_first:
-            reason = self._reason(kind, before, shapes, text)
-            warnings.warn(f"a {kind} step was compiled again: {reason}", RecompilationWarning, stacklevel=3)
-        self._shapes[kind] = shapes
-        if n_new and not is_first:
-            self._graphs[kind] = text or []
-
-    def _reason(self, kind: str, before: Mapping[str, Any], now: Mapping[str, Any], text: list[str] | None) -> str:
-        for name in sorted(before.keys() | now.keys()):
-            if before.get(name) != now.get(name):
-                return f"batch[{name!r}] is {_words(now.get(name))}, before it was {_words(before.get(name))}"
-        old = self._graphs.get(kind)
-        if not (old and text):
-            return "the batch has the same shapes, so a number in the graph changed; the next time says which"
-        lines = [line for line in difflib.unified_diff(old, text, lineterm="", n=0) if line[:1] in "+-"][2:]
-        return "; ".join(" ".join(line.split())[:160] for line in lines[:2]) or "the graph is the same"
+        if not n_new or is_first:
+            return
+        changed = [
+            f"batch[{name!r}] is {_words(shapes.get(name))}, before it was {_words(before.get(name))}"
+            for name in sorted(before.keys() | shapes.keys())
+            if before.get(name) != shapes.get(name)
+        ]
+        if not changed:
+            self._is_asked.add(kind)
+            changed = ["its batch has the same shapes, so a number in its graph changed; the next step says"]
+        _warn(f"a {kind} step was compiled again: {'; '.join(changed)}")
 
 
-def _words(shape: tuple[tuple[int, ...], str] | None) -> str:
+def _warn(message: str) -> None:
+    warnings.warn(message, RecompilationWarning, stacklevel=1)
+
+
+def _difference(first: list[str], now: list[str]) -> str:
+    """The first lines that differ, as computed before numbering: names of instructions are left out."""
+    old, new = ([re.sub(r"\.\d+", "", line) for line in text] for text in (first, now))
+    lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:1] in "+-"][2:]
+    return "; ".join(" ".join(line.split())[:200] for line in lines[:4]) or "it is the same now"
+
+
+def _words(shape: Shape | None) -> str:
     return "missing" if shape is None else f"{shape[1].removeprefix('torch.')} {list(shape[0])}"

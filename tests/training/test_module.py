@@ -19,7 +19,7 @@ from mutransformer.errors import ConfigError, NonFiniteError
 from mutransformer.model.decoder import Decoder
 from mutransformer.mup.config import OptimizerConfig, RoleMultipliers
 from mutransformer.training.callbacks import Metrics
-from mutransformer.training.module import DecoderModule, check_precision
+from mutransformer.training.module import DecoderModule, check_finite, check_precision
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
 
 N_ROWS = 5
@@ -165,11 +165,11 @@ def test_compile_is_handed_to_the_decoder(monkeypatch):
 def test_weights_that_are_not_finite_are_found_by_name():
     module = make_module()
     module.configure_model()
-    module.check_finite()
+    check_finite(module.state_dict())
     with torch.no_grad():
         module.decoder.w_ff_in[1, 2, 3] = float("inf")
     with pytest.raises(NonFiniteError, match="parameter w_ff_in is not finite"):
-        module.check_finite()
+        check_finite(module.state_dict())
 
 
 def test_hyper_parameters_are_plain_and_make_the_same_module():

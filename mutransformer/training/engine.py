@@ -1,0 +1,56 @@
+"""Which engine a run has: plain torch as Lightning places it, or torch_xla's SPMD on TPU and other XLA devices."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from lightning.pytorch.cli import instantiate_class
+from lightning.pytorch.strategies import Strategy
+
+from mutransformer.errors import ConfigError
+
+STRATEGY_CLASS = "mutransformer.xla.strategy.SPMDStrategy"
+_XLA = ("xla", "tpu")
+
+
+def engine_options(accelerator: Any, strategy: Any) -> dict[str, Any]:
+    """What Lightning's Trainer is given in place of `trainer.accelerator` and `trainer.strategy`.
+
+    Args:
+        accelerator: `trainer.accelerator`; `tpu` and `xla` are torch_xla's devices, and `auto` is where there is a TPU.
+        strategy: `trainer.strategy`: a name, an object, or the class and arguments of one as in a config.
+    Returns:
+        Options of the Trainer; none where Lightning's own choice holds.
+    Raises:
+        ConfigError: XLA was asked for and torch_xla is not installed, or for one device and the strategy of another.
+    """
+    if isinstance(strategy, dict):
+        strategy = instantiate_class((), strategy)
+    is_spmd = type(strategy).__name__ == "SPMDStrategy" or strategy in ("xla_spmd", STRATEGY_CLASS)
+    is_xla = accelerator in _XLA or (accelerator == "auto" and (is_spmd or (strategy == "auto" and _has_tpu())))
+    if is_spmd and not is_xla:
+        raise ConfigError("trainer.accelerator", accelerator, f"is not what {STRATEGY_CLASS} drives", "use xla")
+    if not is_xla:
+        return {"strategy": strategy}
+    if not is_spmd and strategy != "auto":
+        raise ConfigError("trainer.strategy", strategy, f"does not drive {accelerator}", "use auto, or xla_spmd")
+    if importlib.util.find_spec("torch_xla") is None:
+        remedy = 'pip install "mutransformer[tpu]", or mutransformer[xla] for CPU devices'
+        raise ConfigError("trainer.accelerator", accelerator, "needs torch_xla", remedy)
+    from mutransformer.xla.accelerator import XLADevices
+    from mutransformer.xla.strategy import SPMDStrategy
+
+    return {
+        "accelerator": XLADevices(),
+        "strategy": strategy if isinstance(strategy, Strategy) else SPMDStrategy(),
+        "inference_mode": False,  # its tensors cannot be marked
+    }
+
+
+def _has_tpu() -> bool:
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    from lightning.pytorch.accelerators import XLAAccelerator
+
+    return XLAAccelerator.is_available()
