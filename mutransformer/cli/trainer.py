@@ -174,9 +174,9 @@ class RunTrainer(Trainer):
         model: Any,
         datamodule: TextDataModule,
         topology: str = "v5e:4x4",
-        mesh_rows: int = -1,
-        mesh_cols: int = 1,
-        shard_vocab: bool = False,
+        mesh_rows: int | None = None,
+        mesh_cols: int | None = None,
+        shard_vocab: bool | None = None,
         analytic: bool = False,
         search: bool = False,
         effort: Literal["full", "fast"] = "full",
@@ -184,15 +184,15 @@ class RunTrainer(Trainer):
         topologies: bool = False,
         compiler_python: str | None = None,
     ) -> None:
-        """Experimental: does a run fit a TPU slice, with which collectives, and what would a step take at best? FITS or not.
+        """Experimental: does a run fit a TPU slice, with which collectives, and what would a step take at best?
 
-        The real step is traced without weights and compiled for the slice, which is not needed for that.
+        The real step is traced without weights and compiled for the slice, which need not be there.
 
         Args:
             topology: slice, as in v5e:16x16 or v5litepod-256.
-            mesh_rows: devices on axis X; -1: what mesh_cols leaves.
-            mesh_cols: devices on axis Y; -1: what mesh_rows leaves.
-            shard_vocab: also cut embedding and unembedding over X by the vocabulary.
+            mesh_rows: devices on axis X, -1 for what mesh_cols leaves; null: trainer.strategy's.
+            mesh_cols: devices on axis Y, -1 for what mesh_rows leaves; null: trainer.strategy's.
+            shard_vocab: also cut embedding and unembedding over X by the vocabulary; null: trainer.strategy's.
             analytic: by arithmetic alone, in a second, without the compiler.
             search: try all meshes, rematerialization policies and micro-batches, and compile the best few.
             effort: the compiler's; `fast` takes a third of the time and may be off by 15 percent.
@@ -209,9 +209,10 @@ class RunTrainer(Trainer):
         plan_command(
             model,
             tokens_per_batch=datamodule.tokens_per_batch,
-            precision=str(self.resolve()["trainer"]["precision"]),
+            trainer=self.resolve()["trainer"],
             topology=topology,
-            mesh=(mesh_rows, mesh_cols),
+            mesh_rows=mesh_rows,
+            mesh_cols=mesh_cols,
             shard_vocab=shard_vocab,
             analytic=analytic,
             search=search,

@@ -1,7 +1,7 @@
 """Does a run fit a TPU slice, and what would a step cost there? Asked before anyone has the slice.
 
-By arithmetic alone, or from the program that libtpu compiles of the real step. `capacity_report.py` prints what is found
-here; the command is `mutransformer plan`.
+By arithmetic alone, or from the program that libtpu compiles of the real step. `capacity_report.py` prints what is
+found here; the command is `mutransformer plan`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Finding:
 
     @property
     def total_bytes(self) -> int:
-        """On one chip: by the compiler's figures where there are, arguments as the table has them where it gave none."""
+        """On one chip: by the compiler's figures where there are; arguments by the table's where it gave none."""
         compiled = self.compiled
         if compiled is None:
             return self.memory.total

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from mutransformer.errors import CheckFailed
 from mutransformer.training.module import DecoderModule, check_precision
@@ -17,10 +19,11 @@ def plan_command(
     module: DecoderModule,
     *,
     tokens_per_batch: int,
-    precision: str,
+    trainer: Mapping[str, Any],
     topology: str,
-    mesh: tuple[int, int] = (-1, 1),
-    shard_vocab: bool = False,
+    mesh_rows: int | None = None,
+    mesh_cols: int | None = None,
+    shard_vocab: bool | None = None,
     analytic: bool = False,
     search: bool = False,
     effort: str = "full",
@@ -32,9 +35,10 @@ def plan_command(
     Args:
         module: before its weights are made.
         tokens_per_batch: on all chips together.
-        precision: `trainer.precision`.
+        trainer: the section `trainer`; its precision is read, and its strategy for what is None below.
         topology: either name of a slice.
-        mesh: rows and columns; -1: what the other leaves.
+        mesh_rows: X; -1: what the columns leave.
+        mesh_cols: Y; -1: what the rows leave.
         shard_vocab: see `layout.spec_of`.
         analytic: by arithmetic alone.
         search: try other meshes, rematerialization policies and micro-batches too.
@@ -45,15 +49,19 @@ def plan_command(
         ConfigError: a slice, a mesh or a batch that cannot be; the compiler is not there.
         CheckFailed: it does not fit, or nothing that was searched does.
     """
-    precision = check_precision(precision)
+    precision = check_precision(trainer["precision"])
     slice_ = Slice.parse(topology)
+    strategy = trainer["strategy"].get("init_args") or {} if isinstance(trainer["strategy"], Mapping) else {}
+    defaults = {"mesh_rows": -1, "mesh_cols": 1, "shard_vocab": False, **strategy}
+    given = {"mesh_rows": mesh_rows, "mesh_cols": mesh_cols, "shard_vocab": shard_vocab}
+    rows, cols, is_vocab_cut = (defaults[name] if value is None else value for name, value in given.items())
     python = None if analytic else find_python(compiler_python)
     try:
         if search:
-            _search(module, tokens_per_batch, precision, slice_, shard_vocab, python, effort, as_json)
+            _search(module, tokens_per_batch, precision, slice_, is_vocab_cut, python, effort, as_json)
         else:
-            shape = MeshShape.of(*mesh, slice_.n_chips, slice_.n_hosts)
-            workload = workload_of(module, tokens_per_batch, precision, shape, shard_vocab)
+            shape = MeshShape.of(rows, cols, slice_.n_chips, slice_.n_hosts)
+            workload = workload_of(module, tokens_per_batch, precision, shape, is_vocab_cut)
             if python is None:
                 finding = reckon(workload, slice_)
             else:

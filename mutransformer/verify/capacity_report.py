@@ -167,7 +167,8 @@ def _flops(finding: Finding) -> list[str]:
     n = sum(w.count(tensor) for tensor in w.decoder.tensors())
     lines = [
         f"operations in a step: {flops.total:.4g} = {flops.weights:.4g} with weights "
-        f"({flops.weights / (6 * n * w.n_tokens):.3f} of 6 N D) + {flops.attention:.4g} attention + {flops.again:.4g} again",
+        f"({flops.weights / (6 * n * w.n_tokens):.3f} of 6 N D) + {flops.attention:.4g} attention "
+        f"+ {flops.again:.4g} again",
         f"  rematerialization computes {flops.remat_factor:.3f} times what is useful",
     ]
     if compiled is not None:
@@ -178,12 +179,13 @@ def _flops(finding: Finding) -> list[str]:
 
 
 def _time(finding: Finding) -> list[str]:
-    time, chip = finding.time, finding.slice_.chip
+    time, chip, n_tokens = finding.time, finding.slice_.chip, finding.workload.n_tokens
+    ms = {name: f"{1e3 * seconds:.1f}" for name, seconds in dataclasses.asdict(time).items()}
     return [
         f"ESTIMATE of a step, a roofline at peak rates: {time.step_s * 1e3:.1f} ms, "
-        f"{finding.workload.n_tokens / time.step_s:,.0f} tokens/s, MFU at most {time.mfu:.0%}; bound by {time.bound_by}",
+        f"{n_tokens / time.step_s:,.0f} tokens/s, MFU at most {time.mfu:.0%}; bound by {time.bound_by}",
         "  max(compute, memory, over X) + over Y = "
-        f"max({time.compute_s * 1e3:.1f}, {time.memory_s * 1e3:.1f}, {time.over_x_s * 1e3:.1f}) + {time.over_y_s * 1e3:.1f} ms",
+        f"max({ms['compute_s']}, {ms['memory_s']}, {ms['over_x_s']}) + {ms['over_y_s']} ms",
         f"  at {chip.flops_per_s / 1e12:g} TFLOP/s bfloat16, {chip.memory_bytes_per_s / 1e9:g} GB/s memory, "
         f"{chip.link_bytes_per_s / 1e9:g} GB/s a link and direction",
     ]

@@ -1,4 +1,4 @@
-"""A training step as a program, from tensors that have a shape and a sharding and no memory, for devices that are not there.
+"""A training step as a program, from tensors without memory, for devices that are not there.
 
 torch_xla traces on a CPU client with one device that is told to be many, and lowers as for a TPU. What comes out is HLO
 with the name and sharding of each argument and result; `compile_slice.py` compiles it in a process of its own.

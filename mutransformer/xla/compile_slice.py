@@ -3,8 +3,8 @@
     python -I mutransformer/xla/compile_slice.py FOLDER
 
 Runs where jax and libtpu of the versions in the extra `plan` are installed; imports nothing of this package. FOLDER
-holds `step.pb` (HLO) and `request.json`; what comes out is `result.json`, `step.hlo` (the program as text) and, where it
-compiled, `optimized.hlo`.
+holds `step.pb` (HLO) and `request.json`; what comes out is `result.json`, `step.hlo` (the program as text) and, where
+it compiled, `optimized.hlo`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ FLAGS_V5 = " --xla_enable_async_all_gather=true --xla_enable_async_collective_pe
 
 
 def main(folder: Path) -> None:
+    """Reads the request in the folder and writes the result there."""
     request = json.loads((folder / "request.json").read_text())
     os.environ.update(ENVIRONMENT)
     os.environ["LIBTPU_INIT_ARGS"] = FLAGS + (FLAGS_V5 if request["topology"].startswith("v5") else "")
@@ -125,7 +126,7 @@ def _buffers(dump: Path, n_most: int = 30) -> list[dict[str, Any]]:
 
 
 def _annotated(text: str, request: dict[str, Any], n_devices: int) -> bytes:
-    """The module, as bytecode, with the shardings of arguments and results, and which results take the place of which arguments."""
+    """The module, as bytecode, with shardings, and which results take the place of which arguments."""
     from jax._src.interpreters import mlir as jax_mlir
     from jax._src.lib.mlir import ir
 

@@ -66,8 +66,8 @@ def dot_flops(text: str) -> int:
     """Counted in HLO: of all matrix products, loops as often as they go round.
 
     Args:
-        text: of a program as it was traced, on all devices together, or partitioned, on one of them. What a compiler has
-            turned into convolutions or kernels is not seen.
+        text: of a program as it was traced, on all devices together, or partitioned, on one of them. What a compiler
+            has turned into convolutions or kernels is not seen.
     """
     program = Program.parse(text)
     return sum(

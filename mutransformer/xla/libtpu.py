@@ -1,4 +1,4 @@
-"""Compilation for a slice that is not there: runs `compile_slice.py` where jax and libtpu are, and reads what comes out."""
+"""Compilation for a slice that is not there: runs `compile_slice.py` where libtpu is, and reads what comes out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an array in a compiled program is, told by its sizes: a compiler names buffers by operators, people by layers."""
+"""What an array in a compiled program is, told by its sizes: compilers name by operators, people by layers."""
 
 from __future__ import annotations
 
