@@ -54,6 +54,7 @@ class FromCompiler:
 
     Args:
         argument_bytes: on one chip, padded.
+        in_place_bytes: of them, what results take the place of: weights and optimizer state.
         unaliased_bytes: results that take no argument's place.
         temporary_bytes: on one chip.
         buffers: the largest temporaries.
@@ -67,6 +68,7 @@ class FromCompiler:
     """
 
     argument_bytes: int
+    in_place_bytes: int
     unaliased_bytes: int
     temporary_bytes: int
     buffers: tuple[NamedBuffer, ...]
@@ -155,16 +157,8 @@ def workload_of(
 
 def module_for(workload: Workload, module: DecoderModule) -> DecoderModule:
     """A module like this one that makes the workload's step."""
-    return DecoderModule(
-        workload.decoder,
-        module.config["parametrization"],
-        workload.optimizer,
-        module.schedule,
-        seed=module.seed,
-        n_micro_batch=workload.n_micro_batch,
-        gradient_clip=module.gradient_clip,
-        loss_mean_over=module.loss_mean_over,
-    )
+    own = {"decoder": workload.decoder, "n_micro_batch": workload.n_micro_batch, "compile": False}
+    return DecoderModule(**{**module.hyper_parameters, **own})
 
 
 def reckon(workload: Workload, slice_: Slice) -> Finding:
@@ -206,6 +200,7 @@ def compile_step(
         reckon(workload, slice_),
         compiled=FromCompiler(
             argument_bytes=compiled.argument_bytes,
+            in_place_bytes=compiled.in_place_bytes,
             unaliased_bytes=compiled.unaliased_bytes,
             temporary_bytes=compiled.temporary_bytes,
             buffers=_named(compiled, workload),

@@ -33,6 +33,7 @@ def as_dict(finding: Finding) -> dict[str, Any]:
     if compiled is not None:
         memory["compiled"] = {
             "arguments": compiled.argument_bytes,
+            "in_place": compiled.in_place_bytes,
             "unaliased_results": compiled.unaliased_bytes,
             "temporaries": compiled.temporary_bytes,
             "buffers": [dataclasses.asdict(buffer) for buffer in compiled.buffers],

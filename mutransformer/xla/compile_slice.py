@@ -7,6 +7,7 @@ holds `step.pb` (HLO) and `request.json`; what comes out is `result.json`, `step
 it compiled, `optimized.hlo`.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json

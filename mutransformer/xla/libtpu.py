@@ -27,6 +27,9 @@ PYTHON = "MUTRANSFORMER_PLAN_PYTHON"
 _SCRIPT = Path(__file__).with_name("compile_slice.py")
 _VERSIONS_OF = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "": 1}
+_TOO_LARGE = re.compile(
+    r"Allocation \(size=(\d+)\) would exceed memory .*?shape = '([^{']*).*?tag = 'output of ([^@']+)", re.DOTALL
+)
 _ALLOCATION = re.compile(r"Size: ([\d.]+)([BKMG]?)\n.*?Shape: (\w+\[[\d,]*\]).*?XLA label: (\S+)", re.DOTALL)
 
 
@@ -55,6 +58,7 @@ class Compiled:
 
     Args:
         argument_bytes: of the program's arguments on one chip, padded; 0 where it ran out of memory.
+        in_place_bytes: of them, what results take the place of: weights and optimizer state.
         unaliased_bytes: results that take no argument's place.
         temporary_bytes: most that is needed besides at once.
         buffers: largest first.
@@ -67,6 +71,7 @@ class Compiled:
     """
 
     argument_bytes: int
+    in_place_bytes: int
     unaliased_bytes: int
     temporary_bytes: int
     buffers: tuple[Buffer, ...]
@@ -142,14 +147,15 @@ def _read(result: Mapping[str, Any], traced: str, optimized: str) -> Compiled:
     message = result.get("out_of_memory")
     if message is None:
         memory = result["memory"]
-        sizes = (memory["argument"], memory["output"] - memory["alias"], memory["temp"])
+        sizes = (memory["argument"], memory["alias"], memory["output"] - memory["alias"], memory["temp"])
         buffers = tuple(Buffer(one["name"], one["bytes"], one["shape"]) for one in result["buffers"])
     else:
-        sizes, buffers = (0, 0, used_bytes(message)), allocations(message)
+        sizes, buffers = (0, 0, 0, used_bytes(message)), allocations(message)
     return Compiled(
         argument_bytes=sizes[0],
-        unaliased_bytes=sizes[1],
-        temporary_bytes=sizes[2],
+        in_place_bytes=sizes[1],
+        unaliased_bytes=sizes[2],
+        temporary_bytes=sizes[3],
         buffers=buffers,
         is_complete=message is None,
         traced=traced,
@@ -163,17 +169,22 @@ def _read(result: Mapping[str, Any], traced: str, optimized: str) -> Compiled:
 def used_bytes(message: str) -> int:
     """What a program wanted, by libtpu's words when memory ran out; arguments are not in it.
 
+    Where one buffer alone is larger than the memory, libtpu names that one and stops.
+
     Raises:
         CompilationError: the message has another form.
     """
-    match = re.search(r"Used ([\d.]+)([KMGB]?) of", message)
-    if match is None:
-        raise CompilationError(message[:2000])
-    return int(float(match[1]) * _UNITS[match[2]])
+    if match := re.search(r"Used ([\d.]+)([KMGB]?) of", message):
+        return int(float(match[1]) * _UNITS[match[2]])
+    if match := _TOO_LARGE.search(message):
+        return int(match[1])
+    raise CompilationError(message[:2000])
 
 
 def allocations(message: str) -> tuple[Buffer, ...]:
     """The largest buffers that libtpu lists when memory ran out."""
+    if match := _TOO_LARGE.search(message):
+        return (Buffer(match[3], int(match[1]), match[2]),)
     return tuple(
         Buffer(label, int(float(number) * _UNITS[unit]), shape)
         for number, unit, shape, label in _ALLOCATION.findall(message)
