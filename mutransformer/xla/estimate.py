@@ -15,9 +15,9 @@ from mutransformer.xla.slices import Slice
 from mutransformer.xla.workload import Workload
 
 # float32 arrays as large as the attention scores that the backward pass of a layer has at once; many more where libtpu
-# does not fuse the softmax with what is around it, as happens with heads of 128 and 2,048 positions
+# does not fuse the softmax with what is around it, as happens from 2,048 positions with several sequences on a chip
 N_SCORES, N_SCORES_APART = 2.0, 5.75
-APART = {"d_head": 128, "sequence_len": 2048}
+APART_FROM = 2048
 # arrays in the compute dtype, in a layer's backward pass: as large as the residual stream gathered over Y, as the
 # feed-forward's hidden layer; and that are kept of a layer without rematerialization, as large as the stream on a chip
 N_STREAMS, N_HIDDEN, N_KEPT_STREAMS = 6.0, 1.0, 10.0
@@ -68,7 +68,7 @@ def estimate_memory(workload: Workload) -> Memory:
     }[decoder.remat]
     kept = decoder.n_layer * kept_of_layer
 
-    is_apart = all(getattr(decoder, name) >= least for name, least in APART.items())
+    is_apart = decoder.sequence_len >= APART_FROM and w.positions > decoder.sequence_len
     gathered = 2 * c * in_block * w.mesh.rows // decoder.n_layer
     layer = int((N_SCORES_APART if is_apart else N_SCORES) * scores + N_STREAMS * stream + N_HIDDEN * hidden) + gathered
     logits = c * w.positions * decoder.vocab_size + of_unembedding
