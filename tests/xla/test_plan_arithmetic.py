@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from mutransformer.xla.compile_slice import ENVIRONMENT
 from mutransformer.xla.estimate import estimate_memory, estimate_time
 from mutransformer.xla.flops import dot_flops, step_flops
 from mutransformer.xla.hlo import Shape
-from mutransformer.xla.libtpu import PYTHON, CompilationError, allocations, find_python, used_bytes
+from mutransformer.xla.libtpu import PYTHON, VERSIONS, CompilationError, allocations, find_python, used_bytes
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.naming import ACTIVATION_NAMES, Names
 from mutransformer.xla.slices import CHIPS, Slice, all_slices
@@ -375,6 +376,16 @@ def test_a_search_prints_the_best_first_and_what_to_paste(capsys):
     assert "FITS" in lines[1]
     assert "DOES NOT" not in lines[1]
     assert lines[-1].startswith("paste: --trainer.strategy.mesh_rows=")
+
+
+def test_the_table_in_the_document_is_what_the_script_prints():
+    printed = runpy.run_path(str(ROOT / "scripts" / "plan_ladder.py"))["table"]()
+    assert printed in (ROOT / "docs" / "plan.md").read_text(), "run scripts/plan_ladder.py and put its table there"
+
+
+def test_the_extra_has_the_versions_that_are_asked_for():
+    (pins,) = re.findall(r"^plan = (.+)$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert json.loads(pins) == [f"{name}=={version}" for name, version in VERSIONS.items()]
 
 
 def test_the_slices_can_be_listed(capsys):
