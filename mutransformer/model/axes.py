@@ -15,32 +15,37 @@ Axes = tuple[str, ...]
 Marker = Callable[[torch.Tensor, Axes], torch.Tensor]
 
 _RESIDUAL: Axes = ("batch", "length", "embed")
+_SUM: Axes = ("batch", "length", "gathered")  # of the parts that devices make of an output of a block
 _QUERY: Axes = ("batch", "heads", "length", "head_dim")
 _KEY: Axes = ("batch", "kv_heads", "length", "head_dim")
 _SCORES: Axes = ("batch", "heads", "length", "keys")
 _HIDDEN: Axes = ("batch", "length", "mlp")
 
-# name of a tap -> axis of each dimension
-ACTIVATIONS: Mapping[str, Axes] = {
-    "embedding": _RESIDUAL,
-    "residual": _RESIDUAL,
-    "attention_input": _RESIDUAL,
-    "query": _QUERY,
-    "key": _KEY,
-    "value": _KEY,
-    "query_rotated": _QUERY,
-    "key_rotated": _KEY,
-    "scores": _SCORES,
-    "weights": _SCORES,
-    "attention_mixed": _QUERY,
-    "attention_output": _RESIDUAL,
-    "feedforward_input": _RESIDUAL,
-    "feedforward_hidden": _HIDDEN,
-    "feedforward_gate": _HIDDEN,
-    "feedforward_activation": _HIDDEN,
-    "feedforward_output": _RESIDUAL,
-    "logits": ("batch", "length", "vocab"),
+# name of a tap -> axis of each dimension; where there are two, marks one after the other: the sum of parts is made, and
+# its gradient gathered, in one place
+ACTIVATIONS: Mapping[str, tuple[Axes, ...]] = {
+    "embedding": (_RESIDUAL,),
+    "residual": (_RESIDUAL,),
+    "attention_input": (_RESIDUAL,),
+    "query": (_QUERY,),
+    "key": (_KEY,),
+    "value": (_KEY,),
+    "query_rotated": (_QUERY,),
+    "key_rotated": (_KEY,),
+    "scores": (_SCORES,),
+    "weights": (_SCORES,),
+    "attention_mixed": (_QUERY,),
+    "attention_output": (_SUM, _RESIDUAL),
+    "feedforward_input": (_RESIDUAL,),
+    "feedforward_hidden": (_HIDDEN,),
+    "feedforward_gate": (_HIDDEN,),
+    "feedforward_activation": (_HIDDEN,),
+    "feedforward_output": (_SUM, _RESIDUAL),
+    "logits": (("batch", "length", "vocab"),),
 }
+
+# a weight's axis -> the axis that is whole where the weight is used, if the weight has both
+_WHOLE_AT_USE: Mapping[str, str] = {"heads": "embed", "kv_heads": "embed", "mlp": "embed", "vocab": "vocab"}
 
 _marker: Marker | None = None
 
@@ -53,6 +58,22 @@ def mark(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         axes: the logical axis of each dimension.
     """
     return tensor if _marker is None else _marker(tensor, axes)
+
+
+def used(weight: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """A weight as it is multiplied with: whole along the dimension that is cut only to store it.
+
+    Both states are marked, so that an engine gathers the weight here and nowhere else, and scatters its gradient back,
+    whatever would look cheaper to it.
+
+    Args:
+        weight: a parameter, or a layer's slice of one.
+        axes: its logical axes, `layers` left out.
+    """
+    whole = {_WHOLE_AT_USE[axis] for axis in axes if axis in _WHOLE_AT_USE}
+    at_use = tuple("gathered" if axis in whole else axis for axis in axes)
+    weight = mark(weight, axes)
+    return weight if at_use == axes else mark(weight, at_use)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mutransformer.model.attention import attention, visible_within
-from mutransformer.model.axes import mark
+from mutransformer.model.axes import used
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.feedforward import feedforward
 from mutransformer.model.layers import Layer, loop_layers
@@ -65,13 +65,12 @@ class Decoder(nn.Module):
         config = self.config
         embedding_VD = self.get_parameter("embedding")
         dtype = self.compute_dtype or embedding_VD.dtype
-        weights = {
-            name: mark(self.get_parameter(name).to(dtype), axes)
-            for name, axes in self.axes.items()
-            if name != "embedding" or config.tie_embeddings
-        }
+        weights = {name: self.get_parameter(name).to(dtype) for name in self.axes}
+        stacked = {name: weights.pop(name) for name, axes in self.axes.items() if axes[0] == "layers"}
+        weights = {name: used(tensor, self.axes[name]) for name, tensor in weights.items()}
 
         # rows are cast when looked up, so that gradients of a token's many occurrences add up in the masters' dtype
+        embedding_VD = used(embedding_VD, self.axes["embedding"])
         x_BLD = _times(F.embedding(tokens_BL, embedding_VD).to(dtype), self.embedding_multiplier)
         if config.embedding_norm:
             x_BLD = rms_norm(x_BLD, config.norm_eps, weights.get("gain_embedding"))
@@ -84,7 +83,6 @@ class Decoder(nn.Module):
             shared["rotary"] = rotary_table(positions, config.d_head, config.rotary_base, dtype)
         if document_BL is not None:
             shared["document"] = document_BL
-        stacked = {name: weights[name] for name, axes in self.axes.items() if axes[0] == "layers"}
         x_BLD = self.run_layers(self.block, x_BLD, stacked, shared)
 
         x_BLD = rms_norm(x_BLD, config.norm_eps, weights.get("gain_final"))
@@ -103,6 +101,7 @@ class Decoder(nn.Module):
             x_BLD, same dtype.
         """
         config, rotary = self.config, shared.get("rotary")
+        layer = {name: used(tensor, self.axes[name][1:]) for name, tensor in layer.items()}
         visible = visible_within(shared["document"]) if "document" in shared else None
         normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_attention"))
         mixed_BLD = attention(normed_BLD, layer, config, self.qk_scale, rotary, visible)

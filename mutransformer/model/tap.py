@@ -28,7 +28,9 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     if _recorder is not None:
         _recorder(name, tensor.detach())
-    return mark(tensor, ACTIVATIONS[name])
+    for axes in ACTIVATIONS[name]:
+        tensor = mark(tensor, axes)
+    return tensor
 
 
 def is_recording() -> bool:

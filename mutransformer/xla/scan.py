@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._functorch.partitioners import _extract_fwd_bwd_modules, default_partition
+from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
 from mutransformer.errors import ConfigError
-from mutransformer.model.axes import Axes, mark
 from mutransformer.model.decoder import Decoder
 from mutransformer.model.layers import Block, Layer, Remat, loop_layers
 from mutransformer.model.tap import is_recording
@@ -25,13 +24,10 @@ class ScannedLayers:
     """Runs the layers as `loop_layers` does, compiled as a loop; one by one where a recorder listens.
 
     Args:
-        axes: name of a stacked tensor -> its logical axes, `layers` first.
         remat: what the backward pass computes again.
     """
 
-    def __init__(self, axes: dict[str, Axes], remat: Remat) -> None:
-        self._axes = axes
-        self._remat: Remat = remat
+    def __init__(self, remat: Remat) -> None:
         self._partition = _PARTITIONS[remat]
         # scan keeps its traces by the function's identity, so each is made once
         self._functions: dict[Any, Callable[..., Any]] = {}
@@ -56,8 +52,7 @@ class ScannedLayers:
 
     def _function(self, block: Block) -> Callable[..., Any]:
         def one_layer(x_BLD: torch.Tensor, slices: Any) -> tuple[torch.Tensor, None]:
-            layer = {name: mark(tensor, self._axes[name][1:]) for name, tensor in slices["layer"].items()}
-            return block(x_BLD, layer, slices["shared"]), None
+            return block(x_BLD, slices["layer"], slices["shared"]), None
 
         return one_layer
 
@@ -70,7 +65,7 @@ def choose_layers(decoder: Decoder) -> None:
     """
     config = decoder.config
     if config.scan_layers:
-        decoder.run_layers = ScannedLayers(decoder.axes, config.remat)
+        decoder.run_layers = ScannedLayers(config.remat)
     elif config.remat != "none":
         raise ConfigError("model.decoder.remat", config.remat, "needs scan_layers on XLA", "use scan_layers true")
 
@@ -96,26 +91,31 @@ class _Scan(torch.autograd.Function):
         return None, None, None, None, grad_init, *tree_flatten(grad_xs)[0]
 
 
-def _keeping(is_kept: Callable[[torch.fx.Node], bool]) -> Callable[..., Any]:
-    """A partitioner: the backward pass gets a layer's inputs and what `is_kept`, and computes the rest again."""
+def _keeping(*targets: Any) -> Callable[..., Any]:
+    """A partitioner: the backward pass gets a layer's inputs and what `targets` made of the residual stream.
+
+    All else is computed again, gathered weights above all: kept from the forward pass they would undo their sharding.
+    What is kept has a mark, as the loop's buffers have none of their own and GSPMD would guess.
+    """
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        of_backward: set[torch.fx.Node] = set()
+        placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+        of_stream = {placeholders[0]}
+        of_backward = {node for node in placeholders if "tangents" in node.name}
+        kept = [node for node in placeholders if node not in of_backward]
         for node in joint.graph.nodes:
-            if "tangents" in node.name or any(source in of_backward for source in node.all_input_nodes):
-                of_backward.add(node)
-        kept = [
-            node
-            for node in joint.graph.nodes
-            if node not in of_backward and (node.op == "placeholder" or (node.op == "call_function" and is_kept(node)))
-        ]
+            for group in (of_stream, of_backward):
+                if any(source in group for source in node.all_input_nodes):
+                    group.add(node)
+            if node.target in targets and node in of_stream and node not in of_backward:
+                kept.append(node)
         return _extract_fwd_bwd_modules(joint, kept, [], num_fwd_outputs=num_fwd_outputs)
 
     return partition
 
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {
-    "none": default_partition,
-    "block": _keeping(lambda node: False),
-    "dots": _keeping(lambda node: node.target is torch.ops.mutransformer.contract.default),
+    "none": _keeping(torch.ops.mutransformer.mark.default),
+    "block": _keeping(),
+    "dots": _keeping(torch.ops.mutransformer.contract.default),
 }

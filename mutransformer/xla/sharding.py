@@ -48,6 +48,8 @@ class Sharding:
         """The tensor with a mark for the partitioner, also on its gradient; for `model.axes.marking`."""
         if tensor.device.type != "xla":
             return tensor
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor = tensor * 1  # a clone would be cut in the same place as the parameter; XLA leaves the product out
         return _mark(tensor, "".join(to or "N" for to in self.spec(tensor, axes)))
 
     def check(self, name: str, tensor: torch.Tensor, spec: Spec) -> None:

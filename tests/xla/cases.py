@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import tempfile
 import warnings
@@ -271,6 +272,22 @@ def oracle(path: str, mesh: list[int] | None) -> dict[str, Any]:
     trainer = make_trainer(mesh, callbacks=[outputs], max_steps=len(case.tokens))
     trainer.fit(case.module(), Batches(*(case.batch(tokens) for tokens in case.tokens)), Batches())
     return outputs.values
+
+
+def partitioned(mesh: list[int], variant: str, precision: str, gathered: str | None = None, **decoder: Any) -> str:
+    """Text of the training step as the partitioner leaves it; `gathered`: with a tap that is made whole by mistake."""
+    from mutransformer.model import tap
+
+    if gathered is not None:
+        marks = tap.ACTIVATIONS[gathered]
+        tap.ACTIVATIONS = {**tap.ACTIVATIONS, gathered: (*marks, ("gathered",) * len(marks[0]))}
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=.*partition.*"
+        os.environ["XLA_FLAGS"] += f" {flags}"  # read when the client starts
+        trainer = make_trainer(mesh, variant, max_steps=1, precision=precision)
+        trainer.fit(make_module(variant, **decoder), Batches(*batches(1)), Batches())
+        dumps = Path(folder).glob("*after_spmd-partitioning*")
+        return max((path.read_text() for path in dumps), key=len)
 
 
 def wrong_sharding(mesh: list[int]) -> str:
