@@ -20,7 +20,9 @@ N_SCORES, N_SCORES_APART = 2.0, 5.75
 APART_FROM = 2048
 # arrays in the compute dtype, in a layer's backward pass: as large as the residual stream gathered over Y, as the
 # feed-forward's hidden layer; and that are kept of a layer without rematerialization, as large as the stream on a chip
-N_STREAMS, N_HIDDEN, N_KEPT_STREAMS = 6.0, 1.0, 10.0
+N_STREAMS, N_HIDDEN, N_KEPT_STREAMS = 6.0, 1.0, 12.0
+# weights of so many layers are whole at once
+N_GATHERED = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,13 @@ def estimate_memory(workload: Workload) -> Memory:
     kept_of_layer = {
         "block": stream // cols,
         "dots": scores + hidden + 7 * stream // cols,
-        "none": scores + hidden + int((N_KEPT_STREAMS + 2 * 4 / c) * stream) // cols,  # two of them in float32
-    }[decoder.remat]
+        "none": 2 * scores + 2 * hidden + int(N_KEPT_STREAMS * stream) // cols,
+        "unrolled": scores + hidden + int(N_KEPT_STREAMS * stream) // cols,
+    }[decoder.remat if decoder.scan_layers else "unrolled"]
     kept = decoder.n_layer * kept_of_layer
 
     is_apart = decoder.sequence_len >= APART_FROM and w.positions > decoder.sequence_len
-    gathered = 2 * c * in_block * w.mesh.rows // decoder.n_layer
+    gathered = int(N_GATHERED * c * in_block * w.mesh.rows / decoder.n_layer)
     layer = int((N_SCORES_APART if is_apart else N_SCORES) * scores + N_STREAMS * stream + N_HIDDEN * hidden) + gathered
     logits = c * w.positions * decoder.vocab_size + of_unembedding
     # libtpu counts what goes round the loop over layers twice: what is kept with `block`, and the casted weights

@@ -235,7 +235,8 @@ def test_overrides_are_settings_of_fit():
 
 
 def test_every_activation_has_a_name():
-    assert set(ACTIVATION_NAMES) == set(ACTIVATIONS.values())
+    marked = {axes for marks in ACTIVATIONS.values() for axes in marks}
+    assert set(ACTIVATION_NAMES) == {axes for axes in marked if "gathered" not in axes}
 
 
 @pytest.mark.parametrize(
