@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from mutransformer.errors import CheckFailed
+from mutransformer.errors import CheckFailed, ConfigError
 from mutransformer.training.module import DecoderModule, check_precision
 from mutransformer.verify.capacity import compile_step, reckon, search, workload_of
 from mutransformer.verify.capacity_report import as_dict, report, search_table, verdict
@@ -55,6 +56,13 @@ def plan_command(
     defaults = {"mesh_rows": -1, "mesh_cols": 1, "shard_vocab": False, **strategy}
     given = {"mesh_rows": mesh_rows, "mesh_cols": mesh_cols, "shard_vocab": shard_vocab}
     rows, cols, is_vocab_cut = (defaults[name] if value is None else value for name, value in given.items())
+    if not analytic and importlib.util.find_spec("torch_xla") is None:
+        raise ConfigError(
+            "analytic",
+            False,
+            "tracing the step needs torch_xla",
+            'pip install "mutransformer[xla]", or give --analytic',
+        )
     python = None if analytic else find_python(compiler_python)
     try:
         if search:

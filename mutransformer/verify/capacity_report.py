@@ -82,7 +82,7 @@ def report(finding: Finding) -> str:
     w, slice_, memory, compiled = finding.workload, finding.slice_, finding.memory, finding.compiled
     n_parameters = sum(w.count(tensor) for tensor in w.decoder.tensors())
     lines = [
-        f"{slice_.name} ({slice_.accelerator}): {slice_.n_chips} chips on {slice_.n_hosts} hosts, "
+        f"{slice_.name} ({slice_.accelerator}): {_count(slice_.n_chips, 'chip')} on {_count(slice_.n_hosts, 'host')}, "
         f"mesh {w.mesh.rows} x {w.mesh.cols}",
         f"{n_parameters:,} parameters, {w.n_tokens:,} tokens a step in {w.n_sequences} sequences"
         + (f" and {w.n_micro_batch} micro-batches" if w.n_micro_batch > 1 else "")
@@ -130,6 +130,10 @@ def report(finding: Finding) -> str:
         )
         lines += [f"  {text}" for text in found]
     return "\n".join(lines)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _size(name: str, n_bytes: int) -> str:

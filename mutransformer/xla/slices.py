@@ -170,9 +170,9 @@ class Slice:
     def axis_bytes_per_s(self, rows: int, cols: int) -> dict[str, float]:
         """Bytes that a chip sends each second along mesh axis X and Y, at the links' peak.
 
-        Devices are numbered with the torus's last dimension fastest, columns before rows. A ring has two directions; a
-        dimension that does not close, or an axis that has a part of one, is a line, on which what goes around passes
-        each link twice.
+        Devices are numbered with the torus's last dimension fastest, columns before rows. On a ring each direction
+        carries a half; a dimension that does not close, or of which an axis has a part, is a line, where each direction
+        carries all.
         """
         left, speeds = list(self.shape), {}
         for axis, size in (("Y", cols), ("X", rows)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import runpy
@@ -360,6 +361,16 @@ def test_a_mistake_ends_with_two_and_one_line(capsys, options, says):
     assert output.out == ""
     assert output.err.count("\n") == 1
     assert says in output.err
+
+
+def test_without_torch_xla_the_step_cannot_be_traced(capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "torch_xla" else find(name, *more)
+    )
+    code, output = plan(capsys, "--topology=v5e:4x4", "--data.tokens_per_batch=65536", "--analytic=false")
+    assert code == 2
+    assert "mutransformer[xla]" in output.err
 
 
 def test_the_mesh_is_that_of_the_run_unless_it_is_given(capsys):
