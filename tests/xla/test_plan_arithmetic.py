@@ -94,6 +94,10 @@ def test_a_matrix_of_a_block_is_cut_over_the_whole_mesh_and_the_embedding_over_y
     assert w.on_chip["embedding"] == 4096 * 512 // cols
 
 
+def test_token_ids_take_eight_bytes_each_with_one_more_than_a_sequence_has():
+    assert workload().batch_bytes == 8 * (64 // 4) * (512 + 1)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "per_weight"),
     [
