@@ -37,6 +37,8 @@ import torch
 from reference_run import LEAVES, MAPPING, TAPS, Arrays, Case, Mistake, Record, loss_mask, make_case, map_config, run
 
 from mutransformer.errors import EXIT_USER_ERROR, ConfigError
+from mutransformer.inference.decoding import generate, read_prompts
+from mutransformer.inference.sampling import Sampling, distribution
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.rotary import rotary_table, rotate
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
@@ -324,36 +326,38 @@ def check_eval(arrays: Arrays, case: Case, trained: Case, float64: bool) -> list
     return [check(f"eval/{key}", ours[key], theirs) for key, theirs in arrays.items()]
 
 
+@torch.inference_mode()
 def check_decode(arrays: Arrays, case: Case, trained: Case, float64: bool) -> list[Row]:
-    """Continuations of prompts by the trained weights, as far as a plain forward pass sees what the cache would.
-
-    The reference attends to the last T positions and itself, so position T is the last with the full context.
-    """
-    module, bos, n_full = trained.evaluator(float64), case.settings["run"]["bos"], case.tokens.shape[2] + 1
-    logits, theirs, greedy, n_wrong = [], [], 0, 0
-    for i, n_prompt in enumerate(arrays["prompt_lens"]):
-        start = np.concatenate(([bos], arrays["prompts"][i, :n_prompt]))
-
-        def forward(continuation: np.ndarray, start: np.ndarray = start) -> np.ndarray:
-            tokens = np.concatenate((start, continuation))[:n_full].astype(np.int64)
-            return module(torch.from_numpy(tokens)[None])[0].numpy()
-
-        # forced_tokens[j] stands at len(start) + j, and its logits are those after it
-        positions = len(start) + arrays["forced_sel"]
-        logits.append(forward(arrays["forced_tokens"][i])[positions[positions < n_full]])
-        theirs.append(arrays["forced_logits_sel"][i][positions < n_full])
-        chosen = forward(arrays["greedy_tokens"][i])[len(start) - 1 :].argmax(-1)
-        n_wrong += (chosen != arrays["greedy_tokens"][i, : len(chosen)]).sum()
-        greedy += len(chosen)
-    n_logits = sum(map(len, theirs))
-    past = {"forced_logits_sel": arrays["forced_logits_sel"][..., 0].size - n_logits}
-    past["greedy_tokens"] = arrays["greedy_tokens"].size - greedy
+    """Continuations of prompts by the trained weights: with a cache, past its length a sliding window and oneself."""
+    decoder, bos = trained.evaluator(float64).decoder, case.settings["run"]["bos"]
+    pairs = zip(arrays["prompts"], arrays["prompt_lens"], strict=True)
+    prompts = [[bos, *prompt[:length].tolist()] for prompt, length in pairs]
+    n_token = arrays["greedy_tokens"].shape[1]
+    events = generate(decoder, prompts, Sampling(temperature=0), [torch.Generator()] * len(prompts), max_tokens=n_token)
+    greedy = np.zeros_like(arrays["greedy_tokens"])
+    for i, event in enumerate(events):
+        greedy[event.row, i // len(prompts)] = event.token
+    _, cache = read_prompts(decoder, prompts)
+    forced_BL = torch.from_numpy(arrays["forced_tokens"].astype(np.int64))
+    logits = torch.stack([decoder(column_B[:, None], cache=cache)[:, 0] for column_B in forced_BL.T], dim=1)
     return [
-        check("decode/forced_logits_sel", np.concatenate(logits), np.concatenate(theirs), note=f"{n_logits} positions"),
-        check("decode/greedy_tokens", n_wrong, 0, 0, note=f"{greedy} positions"),
-        *(Row(f"decode/{key} past T", note=f"{NOT_COVERED}, {n} positions") for key, n in past.items()),
+        check("decode/forced_logits_sel", logits.numpy()[:, arrays["forced_sel"]], arrays["forced_logits_sel"]),
+        check("decode/greedy_tokens", (greedy != arrays["greedy_tokens"]).sum(), 0, 0, note=f"{greedy.size} positions"),
         *(Row(f"decode/{key}", note=NOT_COVERED) for key in ("keep", "prefill_pos_ids")),
     ]
+
+
+def check_sampler(arrays: Arrays, case: Case, trained: Case, float64: bool) -> list[Row]:
+    """nucleus<p>, topk<k>, temp<t>: what the logits `in` leave to draw from, as probabilities."""
+    logits_BV = torch.from_numpy(arrays["in"][:, 0])
+    rows = []
+    for key, theirs in arrays.items():
+        if match := re.fullmatch(r"(nucleus|topk|temp)([\d.]+)", key):
+            name = {"nucleus": "top_p", "topk": "top_k", "temp": "temperature"}[match[1]]
+            weights_BV, ids_BV = distribution(logits_BV, Sampling(**{name: type(getattr(Sampling(), name))(match[2])}))
+            ours = torch.zeros_like(weights_BV).scatter(1, ids_BV, weights_BV / weights_BV.sum(-1, keepdim=True))
+            rows.append(check(f"sampler/{key}", ours, torch.from_numpy(theirs[:, 0]).softmax(-1)))
+    return rows
 
 
 EXTRAS: Mapping[str, Callable[[Arrays, Case, Case, bool], list[Row]]] = {
@@ -363,7 +367,7 @@ EXTRAS: Mapping[str, Callable[[Arrays, Case, Case, bool], list[Row]]] = {
     "sow": check_sow,
     "eval": check_eval,
     "decode": check_decode,
-    "sampler": lambda arrays, *_: [Row(f"sampler/{key}", note=NOT_COVERED) for key in arrays if key != "in"],
+    "sampler": check_sampler,
 }
 
 

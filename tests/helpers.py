@@ -138,3 +138,11 @@ def fit(module: DecoderModule, folder: Path, batches: Iterable[Any], **arguments
     trainer = make_trainer(folder, len(loader), **{"precision": "64-true", "limit_val_batches": 0, **arguments})
     trainer.fit(module, loader, Batches(random_batch()))
     return trainer
+
+
+def write_checkpoint(module: DecoderModule, path: Path) -> Path:
+    """A checkpoint as a run would leave it, of a module's weights as they are and without an optimizer's state."""
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict(), "global_step": 0}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, path)
+    return path

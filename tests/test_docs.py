@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import math
 import operator
@@ -10,6 +11,7 @@ import re
 import runpy
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import mup
 import pytest
@@ -19,7 +21,10 @@ from lightning.pytorch import Trainer
 from mutransformer.cli import COMMANDS, main
 from mutransformer.cli.config_files import in_order_of_precedence
 from mutransformer.errors import ConfigError
-from mutransformer.model.config import DecoderConfig
+from mutransformer.inference import stock
+from mutransformer.inference.export import SHARD_BYTES, TOLERANCE
+from mutransformer.inference.sampling import Sampling
+from mutransformer.model.config import Activation, DecoderConfig
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
 from mutransformer.mup.roles import Role
 from mutransformer.training.optimizer import param_groups
@@ -27,8 +32,8 @@ from mutransformer.training.schedule import ScheduleConfig, schedule_factor
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PARAMETRIZATION, COMING_FROM, CONFIGURATION = (
-    ROOT / "docs" / name for name in ("parametrization.md", "coming-from.md", "configuration.md")
+PARAMETRIZATION, COMING_FROM, CONFIGURATION, SAMPLING = (
+    ROOT / "docs" / name for name in ("parametrization.md", "coming-from.md", "configuration.md", "sampling.md")
 )
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -377,6 +382,36 @@ def test_the_table_of_mup_names_what_mup_has():
     assert {"set_base_shapes", "MuReadout", "MuSharedReadout", "MuAdam", "MuAdamW", "MuSGD", "get_coord_data"} <= names
     elsewhere = {"get_coord_data", "plot_coord_data", "rescale_params", "infshape"}  # not importable from the package
     assert {name for name in names - elsewhere if not hasattr(mup, name)} == set()
+
+
+# ---- docs/sampling.md -----------------------------------------------------------------------------------------------
+
+
+def test_the_steps_of_sampling_are_the_fields_in_their_order():
+    rows = table(SAMPLING, "step", "option", "what it does", "off")
+    fields = {field.name: field.default for field in dataclasses.fields(Sampling)}
+    assert {code(row["option"])[0]: float(row["off"]) for row in rows} == fields
+    assert [code(row["option"])[0] for row in rows] == list(fields)
+
+
+def test_the_architectures_of_an_export_are_those_of_the_table():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    rows = table(SAMPLING, "`activation`", "`qk_norm`", "class in transformers")
+    listed = {
+        (row["`activation`"] == "`swiglu`", row["`qk_norm`"] == "`true`"): code(row["class in transformers"])[0]
+        for row in rows
+    }
+    names = {key: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for key, kind in stock.ARCHITECTURES.items()}
+    assert listed == names
+    (sentence,) = re.findall(r"and the activations (.+?)\. ", SAMPLING.read_text().replace("\n", " "))
+    assert set(code(sentence)) == set(get_args(Activation)) - set(stock.ACTIVATIONS)
+
+
+def test_the_tolerance_and_the_size_of_a_file_are_those_that_are_said():
+    text = SAMPLING.read_text().replace("\n", " ")
+    assert f"More than {TOLERANCE:.0e}".replace("e-04", "e-4") in text
+    assert f"file of {SHARD_BYTES // 10**9} GB" in text
 
 
 # ---- all documents --------------------------------------------------------------------------------------------------

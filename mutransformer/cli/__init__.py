@@ -30,11 +30,14 @@ COMMANDS = {
     "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
     "validate": "validation loss of a checkpoint (--ckpt_path)",
     "test": "test loss of a checkpoint (--ckpt_path)",
+    "sample": "go on with prompts, token by token (--ckpt_path, --prompt)",
+    "export": "write a checkpoint as a folder that transformers loads, or as plain safetensors (--ckpt_path, --out)",
     "coordcheck": "train a few steps at several widths: does every tensor keep its size? PASS or FAIL, SP must fail",
     "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, SP must fail",
     "prepare": "fill the token cache of a config without training",
     "data": "list the token caches, and which of them a config would use (--verify compares hashes)",
     "plan": "experimental: does a run fit a TPU slice that is not there? FITS or DOES NOT FIT, with a step's estimate",
+    "checkpoint": "consolidate FOLDER FILE: write a folder of shards, as a run on XLA leaves it, as one file",
     "describe": "print the parameter plan: role, init, learning rate and decay of every tensor; makes no weights",
 }
 
@@ -105,6 +108,11 @@ def _run(args: list[str]) -> None:
     )  # torch loads torch_xla where it is installed; its notices are no news
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module="lightning")
+    if command == "checkpoint":
+        from mutransformer.cli.checkpoint import run
+
+        run(rest)
+        return
     from mutransformer.cli.run import RunCLI
 
     RunCLI(command, rest)

@@ -21,9 +21,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mutransformer.cli.config_files import flatten, given_keys, in_order_of_precedence
 from mutransformer.cli.parse_errors import from_message
-from mutransformer.cli.trainer import METHODS, WITHOUT_TRAINER, RunTrainer
+from mutransformer.cli.trainer import METHODS, NEED_CHECKPOINT, WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import ConfigError
+from mutransformer.inference.initial import Initializer
+from mutransformer.inference.weights import open_weights
 from mutransformer.training.callbacks import (
     DetectNonFinite,
     LossPlot,
@@ -39,7 +41,7 @@ from mutransformer.training.module import (
     LINKED_SETTINGS,
     NOT_FOR_TRAINER,
     DecoderModule,
-    check_precision,
+    compute_dtype,
 )
 
 # (set by the user, follows from it, how)
@@ -132,6 +134,12 @@ class RunCLI(LightningCLI):
         parser.add_argument(
             "--detect_nan", type=bool, default=True, help="Stop at the first loss or gradient that is not finite."
         )
+        parser.add_argument(
+            "--init_from",
+            type=str | None,
+            help="Weights that `fit` begins with instead of drawing them, whatever their multipliers: a checkpoint, a "
+            "folder of `export`, or one of a Llama-like model of transformers. A run that resumes does not read it.",
+        )
         for source, target, how in LINKS:
             parser.link_arguments(source, target, **how)
 
@@ -156,7 +164,7 @@ class RunCLI(LightningCLI):
         """
         section = self._section(self.config)
         command, ckpt_path = self.config.subcommand, section.get("ckpt_path")
-        if not ckpt_path and (ckpt_path == "" or command in ("validate", "test")):
+        if not ckpt_path and (ckpt_path == "" or command in NEED_CHECKPOINT):
             raise ConfigError("ckpt_path", ckpt_path, "names no weights", "give the path of a checkpoint")
         if not ckpt_path or "://" in str(ckpt_path):
             return
@@ -197,7 +205,7 @@ class RunCLI(LightningCLI):
             return RunTrainer.without_engine(self.resolve, _as_list(loggers))
         config = self._section(cast(Namespace, self.config_init))
         trainer, checkpoint = config.trainer, config.checkpoint
-        check_precision(trainer.precision)
+        compute_dtype(trainer.precision)
         for name, value in engine_options(trainer.accelerator, trainer.strategy).items():
             trainer[name] = value
         for name in NOT_FOR_TRAINER:
@@ -244,6 +252,10 @@ class RunCLI(LightningCLI):
             raise ConfigError("trainer.accumulate_grad_batches", n_parts, rule, f"use {n_rows}")
         if check := getattr(self.trainer.strategy, "check", None):
             check(self.model.config["decoder"], n_rows, n_parts)
+        config = self._section(self.config)
+        if config.init_from and not config.get("ckpt_path"):
+            weights = open_weights(config.init_from)
+            self.model.initializer = Initializer(weights, self.model.config["decoder"], self.model.plan)
         self.datamodule.setup("fit")
         self.datamodule.train_dataloader()
         folder = Path(str(self.trainer.log_dir))
@@ -286,6 +298,7 @@ def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -
             loss_line(trainer, "validation loss", last.get("val_loss")),
             f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
             f"data: {cast(Any, trainer).datamodule.epoch_summary()}",
+            *([watch.summary()] if (watch := getattr(trainer.strategy, "watch", None)) else []),
             f"run folder: {trainer.log_dir} (metrics.csv, config.yaml, loss.png)",
             f"checkpoint: {checkpoint.last_path}",
             f"next: mutransformer validate --ckpt_path {checkpoint.last_path}",
@@ -314,6 +327,8 @@ def _run_folder_logger(root: str) -> CSVLogger:
 
 
 def _trainer_error(error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
     return ConfigError("trainer", ..., " ".join(str(error).split()), "see `mutransformer COMMAND --help`")
 
 

@@ -13,10 +13,12 @@ from mutransformer.cli.describe import print_plan
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.data.listing import describe_caches
 from mutransformer.errors import CheckFailed, ConfigError
+from mutransformer.training.module import compute_dtype
 from mutransformer.verify.search import DEFAULT_SPACE, Space
 
 # commands that need no device of their own: they train nothing, or make a Trainer for each of many runs
-WITHOUT_TRAINER = ("describe", "prepare", "list_caches", "coordcheck", "transfer", "plan")
+WITHOUT_TRAINER = ("describe", "prepare", "list_caches", "coordcheck", "transfer", "sample", "export", "plan")
+NEED_CHECKPOINT = ("validate", "test", "sample", "export")
 METHODS = {"data": "list_caches"}  # command -> method, where a section of the config has the command's name
 
 
@@ -220,6 +222,94 @@ class RunTrainer(Trainer):
             as_json=json,
             compiler_python=compiler_python,
         )
+
+    def sample(
+        self,
+        model: Any,
+        datamodule: TextDataModule,
+        ckpt_path: str | None = None,
+        prompt: str = "",
+        prompts: str = "",
+        from_validation: int = 0,
+        prompt_tokens: int = 32,
+        samples: int = 1,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        batch_size: int = 8,
+        format: Literal["text", "jsonl"] = "text",
+    ) -> None:
+        """Print how a trained model goes on with prompts, token by token; the filters apply in the order given here.
+
+        Args:
+            ckpt_path: checkpoint; it also says which tokenizer.
+            prompt: text to go on with; without any prompt the text is made from nothing.
+            prompts: file with a prompt a line.
+            from_validation: how many documents of the validation split to take the beginnings of as prompts.
+            prompt_tokens: length of these beginnings.
+            samples: texts for each prompt.
+            max_tokens: most tokens of a text; it ends earlier where the model ends the document.
+            temperature: logits are divided by it; 0: always the likeliest token.
+            top_k: draw from this many of the likeliest tokens; 0: all.
+            top_p: draw from the likeliest tokens that together have this probability, above 0; 1: all.
+            min_p: draw from tokens at least this times as likely as the likeliest; 0: all.
+            seed: of the draws; a text depends on it and on its prompt, not on what else is asked for.
+            batch_size: texts that are made side by side.
+            format: `text` as it comes, or `jsonl`: an object a line.
+        """
+        from mutransformer.inference import session
+        from mutransformer.inference.sampling import Sampling
+        from mutransformer.inference.weights import load_module
+
+        trainer = self.resolve()["trainer"]
+        device = session.device_of(trainer["accelerator"])
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        sources = {"prompt": prompt, "prompts": prompts, "from_validation": from_validation}
+        chosen = session.read_prompts(datamodule, **sources, prompt_tokens=prompt_tokens)
+        # cast once: the same bits as casting at each use, as nothing here changes a weight
+        decoder = load_module(str(ckpt_path)).decoder.to(device, compute_dtype(trainer["precision"]))
+        session.sample(
+            decoder,
+            datamodule.tokenizer,
+            chosen,
+            sampling,
+            stop_token=datamodule.separator,
+            n_samples=samples,
+            max_tokens=max_tokens,
+            seed=seed,
+            batch_size=batch_size,
+            as_json=format == "jsonl",
+        )
+
+    def export(
+        self,
+        model: Any,
+        datamodule: TextDataModule,
+        ckpt_path: str | None = None,
+        out: str = "",
+        format: Literal["hf", "safetensors"] = "hf",
+        verify: bool = True,
+    ) -> None:
+        """Write a trained model as a folder for transformers, or as plain tensors; the folder is whole or not there.
+
+        Args:
+            ckpt_path: checkpoint.
+            out: the folder to make; not there yet, or empty.
+            format: `hf`: with the multipliers folded into the weights of an architecture that transformers has, where
+                one fits, else in a class that this package registers; `safetensors`: our tensors by name.
+            verify: read the folder back and compare; with `hf` by logits.
+        """
+        from mutransformer.inference.export import describe, export
+        from mutransformer.inference.weights import load_module
+
+        module = load_module(str(ckpt_path))
+        exported = export(
+            module, out, format=format, tokenizer=datamodule.tokenizer, separator=datamodule.separator, verify=verify
+        )
+        print(describe(exported, out))
 
 
 def _key_and_value(option: str, text: str, remedy: str) -> tuple[str, str]:

@@ -38,6 +38,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def save(self, folder: str | os.PathLike[str]) -> None: ...
+
 
 def as_bytes(document: bytes | str) -> bytes:
     """Returns the document's UTF-8 bytes; bytes are returned as they are, lone surrogates become question marks."""
@@ -78,6 +80,30 @@ class ByteTokenizer:
         """Returns the text of `ids`; ids that are no byte are left out, malformed UTF-8 becomes U+FFFD."""
         bytes_ = np.asarray(ids, dtype=np.int64) - self._FIRST_BYTE
         return bytes_[(bytes_ >= 0) & (bytes_ < 256)].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the files from which transformers' AutoTokenizer makes the same ids, without this package.
+
+        A byte pair encoding without pairs: one piece a byte, by the usual stand-in character of each.
+        """
+        from tokenizers import Tokenizer as JsonTokenizer
+        from tokenizers import decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        specials = {"<pad>": self.pad_id, "</s>": self.eos_id, "<unk>": self.unk_id}
+        unused = range(self._FIRST_BYTE + 256, len(self))
+        pieces = {_stand_in(byte): byte + self._FIRST_BYTE for byte in range(256)}
+        tokenizer = JsonTokenizer(models.BPE({**specials, **pieces, **{f"<unused_{i}>": i for i in unused}}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token="<pad>",
+            eos_token="</s>",
+            unk_token="<unk>",
+            split_special_tokens=True,  # a special token's name in a text stays bytes
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(folder)
 
 
 class PretrainedTokenizer:
@@ -142,6 +168,16 @@ class PretrainedTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`."""
         return self._tokenizer.decode([int(i) for i in ids], clean_up_tokenization_spaces=False)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the files from which transformers' AutoTokenizer makes it again."""
+        self._tokenizer.save_pretrained(folder)
+
+
+def _stand_in(byte: int) -> str:
+    """The character by which byte-level tokenizers write a byte: itself where it shows, else one from U+0100 up."""
+    shows = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in shows else chr(256 + sum(other not in shows for other in range(byte)))
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -70,6 +70,24 @@ class TokenStream:
                 n_missing -= len(piece)
         return np.concatenate(pieces).reshape(-1, length)
 
+    @property
+    def n_documents(self) -> int:
+        """Documents in all."""
+        return sum(map(len, self.starts))
+
+    def heads(self, n: int, length: int) -> list[list[int]]:
+        """Returns the beginnings of `n` documents, spread evenly: each its separator and up to `length` tokens.
+
+        Args:
+            n: from 1 up to `n_documents`.
+            length: from 0 up.
+        """
+        starts = np.concatenate([begin + starts for begin, starts in zip(self._begins, self.starts, strict=True)])
+        ends = np.append(starts[1:], len(self) - 1)  # a separator closes the stream
+        chosen = np.arange(n) * len(starts) // n
+        pairs = zip(starts[chosen].tolist(), np.minimum(starts + 1 + length, ends)[chosen].tolist(), strict=True)
+        return [self.read(np.array([start]), stop - start)[0].tolist() for start, stop in pairs]
+
     def starts_within(self, start: int, stop: int) -> np.ndarray:
         """Where documents start among the tokens from `start` to `stop`, counted from `start`."""
         first, last = (int(self._ends.searchsorted(place, "right")) for place in (start, stop - 1))

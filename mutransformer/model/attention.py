@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mutransformer.model.activations import ACTIVATIONS, elu
+from mutransformer.model.cache import LayerCache
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.layers import Layer
 from mutransformer.model.linear import contract, linear
@@ -52,23 +53,24 @@ def attention_weights(
     """Masks what a query may not see and turns scores into weights.
 
     Args:
-        scores_BHLM: square in L and M.
-        config: attention_activation, attention_normalization, norm_eps.
-        visible: from `visible_within`; None: all up to the query itself.
+        scores_BHLM: square in L and M where `visible` is None.
+        config: attention_activation, attention_normalization, sequence_len, norm_eps.
+        visible: from `visible_within` or a cache; None: all up to the query itself.
     Returns:
         weights_BHLM, same dtype; rows sum to one for softmax and, to norm_eps, for `sum`.
     Source:
         softmax; relu^2 and elu + 1 as in lucaslingle/mu_transformer, which divides by the length or the sum.
+        The length is the setting, not that of the input: a token's logits do not depend on what comes after it.
     """
-    length = scores_BHLM.shape[-1]
     if visible is None:
+        length = scores_BHLM.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool, device=scores_BHLM.device).tril()
     masked = scores_BHLM.masked_fill(~visible, MASKED)
     if config.attention_activation == "softmax":
         return masked.softmax(-1)
     raw = _ACTIVATIONS[config.attention_activation](masked)
     if config.attention_normalization == "length":
-        return raw / length
+        return raw / config.sequence_len
     if config.attention_normalization == "causal_count":
         return raw / visible.sum(-1, keepdim=True)
     return raw / (config.norm_eps + raw.sum(-1, keepdim=True))
@@ -126,6 +128,7 @@ def attention(
     scale: float,
     rotary: torch.Tensor | None,
     visible: torch.Tensor | None = None,
+    cache: LayerCache | None = None,
 ) -> torch.Tensor:
     """Self-attention of one block, from normalized input to what is added to the residual stream.
 
@@ -135,7 +138,8 @@ def attention(
         config: shape.
         scale: factor on the scores.
         rotary: from `rotary_table`, or None.
-        visible: from `visible_within`; None: all up to the query itself.
+        visible: from `visible_within` or a cache; None: all up to the query itself.
+        cache: keys and values of tokens before x, to which x's are added; None: x is all there is.
     Returns:
         out_BLD, same dtype.
     """
@@ -152,6 +156,8 @@ def attention(
     if rotary is not None:
         q_BHLK = tap("query_rotated", rotate(q_BHLK, rotary))
         k_BGLK = tap("key_rotated", rotate(k_BGLK, rotary))
+    if cache is not None:
+        k_BGLK, v_BGLK = cache.extend(k_BGLK, v_BGLK)
     k_BHLK, v_BHLK = _repeat_heads(k_BGLK, config.n_head), _repeat_heads(v_BGLK, config.n_head)
     # on XLA the kernel would be taken apart, with a softmax in the compute dtype
     is_fused = config.attention_activation == "softmax" and x_BLD.device.type != "xla"

@@ -46,7 +46,7 @@ class DecoderConfig:
         ff_multiple: feed-forward width is int(ff_multiple * d_model).
         activation: feed-forward nonlinearity; gelu is the tanh form, sqrelu is relu squared, swiglu has a gate matrix.
         attention_activation: from scores to weights; softmax, or sqrelu / elu (plus 1) normalized as below.
-        attention_normalization: of sqrelu and elu: `length` divides by the sequence length, `causal_count` by the
+        attention_normalization: of sqrelu and elu: `length` divides by sequence_len, `causal_count` by the
             number of visible positions, `sum` by the weights' sum; softmax needs none.
         rotary_base: base of the rotary position frequencies; 0: no positions.
         norm_eps: added to the mean square in RMSNorm.

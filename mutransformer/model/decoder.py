@@ -10,6 +10,7 @@ from torch import nn
 
 from mutransformer.model.attention import attention, visible_within
 from mutransformer.model.axes import used
+from mutransformer.model.cache import Cache, LayerCache
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.feedforward import feedforward
 from mutransformer.model.layers import Layer, loop_layers
@@ -52,6 +53,7 @@ class Decoder(nn.Module):
         tokens_BL: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_BL: torch.Tensor | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """Logits of the next token at every position.
 
@@ -59,6 +61,7 @@ class Decoder(nn.Module):
             tokens_BL: token ids.
             positions: positions_L or positions_BL; None: 0, 1, ...
             document_BL: number of the document at each position, in which attention stays; None: a row is one text.
+            cache: of the tokens before these, which it then holds too; gives positions and visibility itself.
         Returns:
             logits_BLV.
         """
@@ -77,34 +80,41 @@ class Decoder(nn.Module):
         x_BLD = tap("embedding", x_BLD)
 
         shared = {}
+        layer_caches = None
+        if cache is not None:
+            positions, shared["visible"], layer_caches = cache.advance(tokens_BL.shape[1])
         if config.rotary_base:
             if positions is None:
                 positions = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
             shared["rotary"] = rotary_table(positions, config.d_head, config.rotary_base, dtype)
         if document_BL is not None:
             shared["document"] = document_BL
-        x_BLD = self.run_layers(self.block, x_BLD, stacked, shared)
+        if layer_caches is None:
+            x_BLD = self.run_layers(self.block, x_BLD, stacked, shared)
+        else:
+            x_BLD = loop_layers(self.block, x_BLD, stacked, shared, caches=layer_caches)
 
         x_BLD = rms_norm(x_BLD, config.norm_eps, weights.get("gain_final"))
         unembedding_VD = weights["embedding" if config.tie_embeddings else "unembedding"]
         logits_BLV = linear(_times(x_BLD, self.logits_multiplier), unembedding_VD, weights.get("b_unembedding"))
         return tap("logits", logits_BLV)
 
-    def block(self, x_BLD: torch.Tensor, layer: Layer, shared: Layer) -> torch.Tensor:
+    def block(self, x_BLD: torch.Tensor, layer: Layer, shared: Layer, cache: LayerCache | None = None) -> torch.Tensor:
         """One layer: attention and feed-forward, each normalized before and added to the residual stream.
 
         Args:
             x_BLD: residual stream.
             layer: this layer's tensors by name, in x's dtype.
-            shared: `rotary`, from `rotary_table`, and `document`_BL, each if there is one.
+            shared: `rotary`, from `rotary_table`, `document`_BL, and `visible`, from a cache; each if there is one.
+            cache: this layer's, or None.
         Returns:
             x_BLD, same dtype.
         """
         config, rotary = self.config, shared.get("rotary")
         layer = {name: used(tensor, self.axes[name][1:]) for name, tensor in layer.items()}
-        visible = visible_within(shared["document"]) if "document" in shared else None
+        visible = visible_within(shared["document"]) if "document" in shared else shared.get("visible")
         normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_attention"))
-        mixed_BLD = attention(normed_BLD, layer, config, self.qk_scale, rotary, visible)
+        mixed_BLD = attention(normed_BLD, layer, config, self.qk_scale, rotary, visible, cache)
         x_BLD = x_BLD + _times(mixed_BLD, self.residual_multiplier)
         normed_BLD = rms_norm(x_BLD, config.norm_eps, layer.get("gain_feedforward"))
         x_BLD = x_BLD + _times(feedforward(normed_BLD, layer, config), self.residual_multiplier)

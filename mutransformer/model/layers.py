@@ -5,25 +5,31 @@ An engine may run them another way, as XLA does in `mutransformer/xla/scan.py`; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from mutransformer.model.cache import LayerCache
 from mutransformer.model.tap import is_recording
 
 Remat = Literal["none", "block", "dots"]
 Layer = Mapping[str, torch.Tensor]
-# (residual stream, this layer's tensors, what all layers share) -> residual stream
-Block = Callable[[torch.Tensor, Layer, Layer], torch.Tensor]
+# (residual stream, this layer's tensors, what all layers share, this layer's cache if any) -> residual stream
+Block = Callable[..., torch.Tensor]
 
 _DOTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm"))
 
 
 def loop_layers(
-    block: Block, x_BLD: torch.Tensor, stacked: Layer, shared: Layer, remat: Remat = "none"
+    block: Block,
+    x_BLD: torch.Tensor,
+    stacked: Layer,
+    shared: Layer,
+    remat: Remat = "none",
+    caches: Sequence[LayerCache] | None = None,
 ) -> torch.Tensor:
     """Runs the layers in order of depth.
 
@@ -33,6 +39,7 @@ def loop_layers(
         stacked: name -> [n_layer, ...].
         shared: name -> tensor that every layer gets as it is.
         remat: what the backward pass computes again: `none`, the whole `block`, all but matrix products (`dots`).
+        caches: one a layer, handed to its block; None: none.
     Returns:
         x_BLD after the last layer.
     """
@@ -47,7 +54,8 @@ def loop_layers(
             **({"context_fn": partial(create_selective_checkpoint_contexts, _keep_dots)} if remat == "dots" else {}),
         )
     for i in range(len(next(iter(slices.values())))):
-        x_BLD = block(x_BLD, {name: parts[i] for name, parts in slices.items()}, shared)
+        cache = () if caches is None else (caches[i],)
+        x_BLD = block(x_BLD, {name: parts[i] for name, parts in slices.items()}, shared, *cache)
     return x_BLD
 
 

@@ -75,3 +75,6 @@ def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, to
 
 
 _contract.register_autograd(_gradients, setup_context=_remember)
+
+# the operator, as a traced graph names it
+CONTRACT = torch.ops.mutransformer.contract.default

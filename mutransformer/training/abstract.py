@@ -11,7 +11,7 @@ import torch
 
 from mutransformer.model.axes import marking
 from mutransformer.model.decoder import Decoder
-from mutransformer.training.module import COMPUTE_DTYPES, DecoderModule
+from mutransformer.training.module import DecoderModule, compute_dtype
 from mutransformer.training.optimizer import build_optimizer
 from mutransformer.xla import sharding as xla_sharding
 from mutransformer.xla.aot import AbstractDevices, Lowered
@@ -42,7 +42,7 @@ def lower_step(module: DecoderModule, sharding: Sharding, n_sequences: int, prec
         specs[name] = sharding.spec(parameter, decoder.axes[name])
         tensor = devices.tensor(name, parameter.shape, parameter.dtype, specs[name])
         decoder.register_parameter(name, torch.nn.Parameter(tensor))
-    decoder.compute_dtype = COMPUTE_DTYPES[precision]
+    decoder.compute_dtype = compute_dtype(precision)
     choose_layers(decoder)
     module.decoder = decoder
     parameters = dict(decoder.named_parameters())

@@ -21,6 +21,7 @@ from mutransformer.model.decoder import Decoder
 from mutransformer.model.loss import cross_entropy_sum
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
 from mutransformer.mup.init import initialize
+from mutransformer.mup.plan import Plan
 from mutransformer.training.metrics import TokenMean
 from mutransformer.training.optimizer import build_optimizer, clip_by_global_norm
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
@@ -45,13 +46,11 @@ HOW_LAYERS_RUN = ("scan_layers", "remat")
 COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"32-true": None, "64-true": None, "bf16-mixed": torch.bfloat16}
 
 
-def check_precision(precision: object) -> str:
-    """Refuses a `trainer.precision` that would not keep float32 masters with the casts this model makes.
+def compute_dtype(precision: object) -> torch.dtype | None:
+    """The dtype that the model computes in under a `trainer.precision`; None: that of its masters.
 
-    Returns:
-        Its name in COMPUTE_DTYPES.
     Raises:
-        ConfigError: with the precisions that do.
+        ConfigError: a precision that would not keep float32 masters with the casts this model makes.
     """
     aliases = {"None": "32-true", "32": "32-true", "64": "64-true"}
     name = aliases.get(str(precision), str(precision))
@@ -62,7 +61,7 @@ def check_precision(precision: object) -> str:
             "would not keep float32 masters with the casts this model makes",
             f"use one of {', '.join(COMPUTE_DTYPES)}",
         )
-    return name
+    return COMPUTE_DTYPES[name]
 
 
 class DecoderModule(LightningModule):
@@ -116,6 +115,7 @@ class DecoderModule(LightningModule):
         self.compile_decoder = compile
         self.run_config: dict[str, Any] = {}
         self.decoder: Decoder = None  # type: ignore[assignment]  # made by configure_model
+        self.initializer: Callable[[Mapping[str, torch.Tensor], Plan, int], None] = initialize
         self.val_loss = TokenMean()
         if n_micro_batch < 1:
             raise ConfigError("trainer.accumulate_grad_batches", n_micro_batch, "must be at least 1", "use 1")
@@ -139,14 +139,14 @@ class DecoderModule(LightningModule):
         if self.decoder is not None:
             return
         self.decoder = Decoder(self.config["decoder"], self.plan)
-        initialize(dict(self.decoder.named_parameters()), self.plan, self.seed)
+        self.initializer(dict(self.decoder.named_parameters()), self.plan, self.seed)
         if self.compile_decoder:
             self.decoder.compile()
 
     def setup(self, stage: str) -> None:
-        check_precision(self.trainer.precision)
+        dtype = compute_dtype(self.trainer.precision)
         self.configure_model()
-        self.decoder.compute_dtype = COMPUTE_DTYPES[self.trainer.precision]
+        self.decoder.compute_dtype = dtype
 
     def forward(self, tokens_BL: torch.Tensor, *where: torch.Tensor | None) -> torch.Tensor:
         """Logits of the next token, see `Decoder.forward`: tokens_BL int64 -> logits_BLV in the compute dtype."""

@@ -86,6 +86,7 @@ class PackedOptimizer(Optimizer):
         defaults: dict[str, Any],
         moment_dtype: torch.dtype | None = None,
     ) -> None:
+        self.algorithm = algorithm
         self._update, self._buffers = _ALGORITHMS[algorithm]
         self._has_steps = algorithm == "adamw"
         self._moment_dtype = None if algorithm == "sgd" else moment_dtype

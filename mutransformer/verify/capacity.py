@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mutransformer.errors import ConfigError
-from mutransformer.training.module import COMPUTE_DTYPES, DecoderModule
+from mutransformer.training.module import DecoderModule, compute_dtype
 from mutransformer.xla.collectives import Key, Sent, collectives
 from mutransformer.xla.communication import expected
 from mutransformer.xla.estimate import Memory, StepTime, estimate_memory, estimate_time
@@ -31,7 +31,7 @@ SMALL_BYTES = 64 * 2**10
 # what the sum may be off by, see docs/plan.md
 MARGIN = 0.15
 
-_MASTER_BYTES = {"64-true": 8}
+_MASTER_BYTES = {"64": 8, "64-true": 8}
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def workload_of(
     """
     decoder = module.config["decoder"]
     master_bytes = _MASTER_BYTES.get(precision, 4)
-    compute = COMPUTE_DTYPES[precision]
+    compute = compute_dtype(precision)
     workload = Workload(
         decoder=decoder,
         optimizer=module.optimizer_config,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mutransformer.errors import CheckFailed, ConfigError
-from mutransformer.training.module import DecoderModule, check_precision
+from mutransformer.training.module import DecoderModule
 from mutransformer.verify.capacity import compile_step, reckon, search, workload_of
 from mutransformer.verify.capacity_report import as_dict, report, search_table, verdict
 from mutransformer.xla.libtpu import CompilationError, find_python
@@ -50,7 +50,7 @@ def plan_command(
         ConfigError: a slice, a mesh or a batch that cannot be; the compiler is not there.
         CheckFailed: it does not fit, or nothing that was searched does.
     """
-    precision = check_precision(trainer["precision"])
+    precision = str(trainer["precision"])
     slice_ = Slice.parse(topology)
     strategy = trainer["strategy"].get("init_args") or {} if isinstance(trainer["strategy"], Mapping) else {}
     defaults = {"mesh_rows": -1, "mesh_cols": 1, "shard_vocab": False, **strategy}

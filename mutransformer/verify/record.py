@@ -19,7 +19,8 @@ from torch.optim import Adam, Adamax, AdamW, NAdam, RAdam
 
 from mutransformer.model.decoder import Decoder
 from mutransformer.model.tap import recording
-from mutransformer.training.optimizer import DecoupledSGD, Lion
+from mutransformer.training.optimizer import Lion
+from mutransformer.training.packed import PackedOptimizer
 
 Quantity = Literal["activation", "change", "weight", "update", "update_per_lr", "decay"]
 
@@ -167,8 +168,10 @@ def _rates(trainer: Trainer) -> Iterator[tuple[str, tuple[float, float, bool]]]:
     """Parameter name -> (learning rate, weight decay, whether that is taken off the weight) of its group, as now."""
     names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
     for optimizer in trainer.optimizers:
-        is_decoupled = isinstance(optimizer, (AdamW, Lion, DecoupledSGD))
         for group in optimizer.param_groups:
+            is_decoupled = isinstance(optimizer, (AdamW, Lion)) or "decoupled_decay" in group
+            if isinstance(optimizer, PackedOptimizer):
+                is_decoupled = is_decoupled or optimizer.algorithm != "sgd"
             decay = group.get("decoupled_decay", group.get("weight_decay", 0.0))
             for parameter in group["params"]:
                 yield names[parameter], (float(group["lr"]), decay, is_decoupled)

@@ -17,7 +17,9 @@ from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partit
 from mutransformer.errors import ConfigError
 from mutransformer.model.decoder import Decoder
 from mutransformer.model.layers import Block, Layer, Remat, loop_layers
+from mutransformer.model.linear import CONTRACT
 from mutransformer.model.tap import is_recording
+from mutransformer.xla.sharding import MARK
 
 
 class ScannedLayers:
@@ -115,7 +117,7 @@ def _keeping(*targets: Any) -> Callable[..., Any]:
 
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {
-    "none": _keeping(torch.ops.mutransformer.mark.default),
+    "none": _keeping(MARK),
     "block": _keeping(),
-    "dots": _keeping(torch.ops.mutransformer.contract.default),
+    "dots": _keeping(CONTRACT),
 }

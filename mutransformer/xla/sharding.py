@@ -127,6 +127,9 @@ def _mark_gradient(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 _mark.register_autograd(_mark_gradient, setup_context=_remember)
 
+# the operator, as a traced graph names it
+MARK = torch.ops.mutransformer.mark.default
+
 
 def specs_of_state(parameter: torch.Tensor, spec: Spec, state: Mapping[str, object]) -> dict[str, Spec]:
     """Buffers of an optimizer's state that have the parameter's shape -> its spec; others are whole."""

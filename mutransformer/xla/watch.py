@@ -36,6 +36,11 @@ class CompilationWatch:
         self._first_graph: dict[str, list[str]] = {}
         self._is_asked: set[str] = set()  # kinds whose next graph is to be compared
 
+    def summary(self) -> str:
+        """How often each kind of step was compiled, in a line."""
+        kinds = ", ".join(f"{kind} {n}" for kind, n in self.n_by_kind.items())
+        return f"compiled: {kinds}; {runtime.n_compilations()} graphs in all, {runtime.compile_s():.1f} s"
+
     def step(
         self, kind: str, batch: Mapping[str, torch.Tensor], tensors: list[torch.Tensor], send: Callable[[], None]
     ) -> None:

@@ -51,6 +51,15 @@ def test_bytes_per_token_counts_separators_as_tokens():
     assert TokenWindows(stream_of(range(8), n_bytes=4), 2).bytes_per_token == 4 / 7
 
 
+def test_heads_are_beginnings_of_documents_from_all_over_the_stream():
+    """Separators are 0; the last one closes the stream."""
+    stream = stream_of([0, 11, 12, 13, 0, 21], [0, 31, 32, 33, 34, 0, 41, 42, 0], starts=[[0, 4], [0, 5]])
+    assert stream.n_documents == 4
+    assert stream.heads(4, 3) == [[0, 11, 12, 13], [0, 21], [0, 31, 32, 33], [0, 41, 42]]
+    assert stream.heads(2, 1) == [[0, 11], [0, 31]]
+    assert stream.heads(1, 0) == [[0]]
+
+
 @pytest.mark.parametrize("n_extra_tokens", range(L))
 def test_each_token_but_the_first_is_a_target_once(n_extra_tokens):
     windows = counting_windows(5, n_extra_tokens)

@@ -54,7 +54,7 @@ def weights_by_loops(scores_LM: torch.Tensor, config: DecoderConfig) -> torch.Te
         raw = [raw_weight(float(scores_LM[i, j]), config.attention_activation) for j in range(i + 1)]
         divisor = {
             "softmax": sum(raw),
-            "length": length,
+            "length": config.sequence_len,
             "causal_count": i + 1,
             "sum": 0.01 + sum(raw),
         }["softmax" if config.attention_activation == "softmax" else config.attention_normalization]

@@ -199,6 +199,7 @@ ATTENTIONS = [
     {"rotary_base": 0.0},
     {"attention_activation": "sqrelu", "attention_normalization": "sum"},
     {"attention_activation": "elu", "attention_normalization": "causal_count"},
+    {"attention_activation": "elu", "attention_normalization": "length"},
 ]
 
 

@@ -81,6 +81,7 @@ def test_extras():
         *("schedule/linear", "schedule/cosine", "loss_mask/out_eos1_pad1", "loss_mask/out_eos1_pad2"),
         *("rope/out_0", "rope/out_off", "eval/loss_term_avg", "eval/loss_mask_avg"),
         *("decode/forced_logits_sel", "decode/greedy_tokens"),
+        *("sampler/nucleus0.8", "sampler/nucleus0.3", "sampler/topk5", "sampler/temp0.1"),
     }
     assert max(row.tolerance for row in rows if row.tolerance is not None) <= 1e-5
 
@@ -94,6 +95,8 @@ def test_extras_with_other_numbers_fail(tmp_path):
         "loss_mask/out_eos1_pad2": arrays["loss_mask/out_eos1_pad1"],
         "decode_a/forced_logits_sel": arrays["decode_a/forced_logits_sel"] + 2e-5,
         "decode_a/greedy_tokens": np.roll(arrays["decode_a/greedy_tokens"], 1, axis=0),
+        "sampler/nucleus0.3": arrays["sampler/nucleus0.8"],
+        "sampler/temp0.1": arrays["sampler/in"],
     }
     rows = reference_parity.check_file(rewrite(tmp_path / EXTRAS.name, arrays, **others), float64=False)
     assert {row.split()[0] for row in bad(rows)} == {key.replace("_a/", "/") for key in others}

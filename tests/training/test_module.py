@@ -19,7 +19,7 @@ from mutransformer.errors import ConfigError, NonFiniteError
 from mutransformer.model.decoder import Decoder
 from mutransformer.mup.config import OptimizerConfig, RoleMultipliers
 from mutransformer.training.callbacks import Metrics
-from mutransformer.training.module import DecoderModule, check_finite, check_precision
+from mutransformer.training.module import DecoderModule, check_finite, compute_dtype
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
 
 N_ROWS = 5
@@ -217,7 +217,7 @@ def test_bf16_mixed_is_the_decoders_own_bfloat16_and_no_autocast_on_top(attentio
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "16-true", "transformer-engine", 16])
 def test_other_precisions_are_refused_with_those_that_do(precision):
     with pytest.raises(ConfigError, match=r"trainer\.precision=.*use one of 32-true, 64-true, bf16-mixed"):
-        check_precision(precision)
+        compute_dtype(precision)
 
 
 def test_a_trainer_with_another_precision_is_refused_before_there_are_weights(tmp_path):

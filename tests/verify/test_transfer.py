@@ -424,7 +424,7 @@ def test_verdict_of_a_smaller_study_does_not_outlive_it(tmp_path, corpus, monkey
 
 def test_diverged_point_is_a_row(tmp_path, corpus):
     out = tmp_path / "out"
-    options = {"log2_learning_rates": "[-6,125]", "trainer.max_steps": 45, "widths": "[8,16]", "seeds": "[1]"}
+    options = {"log2_learning_rates": "[-6,100]", "trainer.max_steps": 45, "widths": "[8,16]", "seeds": "[1]"}
     assert main(command(corpus, out, **options)) == 1
     diverged = next(row for row in table_of(out) if float(row[LEARNING_RATE]) > 1)
     assert diverged["status"] == "diverged" and diverged["loss"] == "inf" and int(diverged["steps"]) < 20

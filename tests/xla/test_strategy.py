@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
 import cases
 import on_devices
 import pytest
 import torch
 
+from mutransformer.cli import main
 from mutransformer.training.checkpoint import load_plain
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("mesh", [[4, 2], [2, 4]], ids=str)
@@ -93,3 +99,44 @@ def test_goes_on_on_another_mesh_and_from_a_plain_file(runs):
 def test_goes_on_in_plain_torch(runs, folder):
     found = cases.resume(None, f"{folder}/half.ckpt", cases.N_STEPS, None)
     assert torch.allclose(found["loss"], runs["whole"]["loss"][3:], rtol=0, atol=1e-6)
+
+
+def test_consolidated_folder_is_the_same_checkpoint(runs, folder, capsys):
+    assert main(["checkpoint", "consolidate", f"{folder}/half.ckpt", f"{folder}/one.ckpt"]) == 0
+    assert "one.ckpt: step 3, " in capsys.readouterr().out
+    parts, whole = load_plain(folder / "half.ckpt"), torch.load(folder / "one.ckpt", weights_only=True)
+    assert all(torch.equal(value, tensors(whole)[name]) for name, value in tensors(parts).items())
+    assert main(["checkpoint", "consolidate", f"{folder}/half.ckpt", f"{folder}/one.ckpt"]) == 2
+    assert "one.ckpt': is there already; give a new name" in capsys.readouterr().err
+    assert main(["checkpoint", "consolidate", f"{folder}/none.ckpt", f"{folder}/two.ckpt"]) == 2
+    assert main(["checkpoint", "merge"]) == 2
+
+
+@pytest.mark.slow
+def test_coordinate_check_finds_the_same_numbers(tmp_path):
+    options = [
+        "--config", str(CONFIGS / "coordcheck.yaml"), "--model.decoder.d_head=8", "--widths=[32,64,128]",
+        "--seeds=[1,2]", "--steps=3",
+    ]  # fmt: skip
+    on_cpu = main(["coordcheck", *options, f"--out={tmp_path}/cpu"])
+    mesh = ["--trainer.accelerator=xla", "--trainer.strategy.mesh_rows=4", "--trainer.strategy.mesh_cols=2"]
+    argv = ["coordcheck", *options, *mesh, f"--out={tmp_path}/xla"]
+    assert on_devices.run(8, "command", argv=argv) == on_cpu
+    found, wanted = (read(tmp_path / name / "coordcheck.csv") for name in ("xla", "cpu"))
+    assert found.keys() == wanted.keys() and len(wanted) > 1000
+    # Adam's first steps divide by gradients that rounding has touched
+    off = [key for key, value in wanted.items() if abs(found[key] - value) > 1e-3 * abs(value) + 1e-7]
+    assert off == []
+
+
+def read(path):
+    with path.open() as file:
+        return {tuple(v for k, v in row.items() if k != "value"): float(row["value"]) for row in csv.DictReader(file)}
+
+
+def test_describe_is_the_same(capsys):
+    options = ["describe", "--config", str(CONFIGS / "small.yaml"), "--format=json"]
+    assert main(options) == 0
+    plain = capsys.readouterr().out
+    assert main([*options, "--trainer.accelerator=xla"]) == 0
+    assert capsys.readouterr().out == plain
