@@ -277,7 +277,7 @@ def _counts(batch: Batch) -> tuple[torch.Tensor | int, int]:
 
 
 def _split(batch: Batch, n_parts: int) -> list[Batch]:
-    """Parts of nearly equal rows, in order."""
+    """Parts of nearly equal rows, every n-th row: where rows are cut over devices, each device splits its own."""
     if n_parts == 1:
         return [batch]
     n_rows = len(batch["tokens"])
@@ -285,5 +285,10 @@ def _split(batch: Batch, n_parts: int) -> list[Batch]:
         raise ConfigError(
             "trainer.accumulate_grad_batches", n_parts, f"a batch has {n_rows} sequences to split", f"use {n_rows}"
         )
-    parts = {name: tensor.tensor_split(n_parts) for name, tensor in batch.items()}
+    # a view rather than a slice with a step, for which rows would be sent from device to device
+    is_even = n_rows % n_parts == 0
+    parts = {
+        name: tensor.unflatten(0, (-1, n_parts)).unbind(1) if is_even else [tensor[i::n_parts] for i in range(n_parts)]
+        for name, tensor in batch.items()
+    }
     return [{name: chunks[i] for name, chunks in parts.items()} for i in range(n_parts)]

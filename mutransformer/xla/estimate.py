@@ -80,6 +80,8 @@ def estimate_memory(workload: Workload) -> Memory:
     # the embedding's gradient is there after the last layer's backward pass, all others' when that begins or in it
     working = casts + twice + max(layer - of_embedding, logits - of_embedding - c * in_block, 0)
     gradients = c * in_block + of_unembedding + of_embedding
+    if w.n_micro_batch > 1:  # those of earlier micro-batches have been added up
+        gradients += w.master_bytes * sum(on_chip.values())
     return Memory(
         parameters=w.parameter_bytes,
         optimizer=w.optimizer_bytes,

@@ -119,7 +119,9 @@ def test_rematerialization_and_micro_batches_trade_memory_for_nothing_that_is_st
     none, dots, block = (estimate_memory(workload(remat=remat)) for remat in ("none", "dots", "block"))
     assert none.activations > dots.activations > block.activations
     assert none.parameters == block.parameters
-    assert estimate_memory(workload(n_micro_batch=4)).activations == block.activations // 4
+    split = estimate_memory(workload(n_micro_batch=4))
+    assert split.activations == block.activations // 4
+    assert split.gradients == block.gradients + block.parameters
 
 
 def test_what_is_kept_of_a_rematerialized_layer_is_its_input():
