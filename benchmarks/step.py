@@ -30,8 +30,10 @@ from torch import nn
 from mutransformer import DecoderConfig, DecoderModule, OptimizerConfig, ParametrizationConfig, ScheduleConfig
 from mutransformer.model.loss import cross_entropy_sum
 from mutransformer.model.rotary import rotary_table, rotate
-from mutransformer.training.callbacks import DetectNonFinite, Metrics, RunCheckpoint, StopOnSignal
+from mutransformer.training.callbacks import DetectNonFinite, StopOnSignal
 from mutransformer.training.optimizer import build_optimizer, clip_by_global_norm
+from mutransformer.training.run_checkpoint import RunCheckpoint
+from mutransformer.training.run_metrics import Metrics
 
 
 class PlainBlock(nn.Module):

@@ -22,13 +22,14 @@ from lightning.pytorch import Trainer
 
 from mutransformer.cli import main as run_command
 from mutransformer.cli.run import RunCLI
-from mutransformer.cli.trainer import METHODS, WITHOUT_TRAINER, RunTrainer
+from mutransformer.cli.trainer import METHODS, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.model.config import DecoderConfig
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
-from mutransformer.training.callbacks import RunCheckpoint
 from mutransformer.training.module import DecoderModule
+from mutransformer.training.run_checkpoint import RunCheckpoint
 from mutransformer.training.schedule import ScheduleConfig
+from mutransformer.training.wandb_run import WandbRun
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -70,6 +71,12 @@ SECTIONS: tuple[tuple[str, str, type, str], ...] = (
     ("Module", "model", DecoderModule, "How a step is made. The four sections above are its other arguments."),
     ("Data", "data", TextDataModule, "Where text comes from and how it becomes batches."),
     ("Checkpoint", "checkpoint", RunCheckpoint, "What is kept in the run folder."),
+    (
+        "Weights & Biases",
+        "trainer.logger",
+        WandbRun,
+        "With `--trainer.logger=wandb` or [configs/wandb.yaml](../configs/wandb.yaml), as its `init_args`.",
+    ),
 )
 
 # settings that belong to Lightning's parser and so have no docstring here
@@ -158,12 +165,13 @@ def section_rows(prefix: str, cls: type, links: Mapping[str, str]) -> Iterator[t
             yield key, type_text(hints[name]), "*linked*" if key in links else value_text(value), said[name]
 
 
-def command_rows(method: Callable[..., Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Key, type, default and meaning of a command's own options."""
+def command_rows(name: str) -> Iterator[tuple[str, str, str, str]]:
+    """Key, type, default and meaning of the own options of the command that is this method of the Trainer."""
+    method, not_options = getattr(RunTrainer, name), {*RunCLI.COMMANDS[name], *LIGHTNINGS_OWN}
     said, hints = meanings(method), get_type_hints(method)
-    for name, parameter in inspect.signature(method).parameters.items():
-        if parameter.default is not inspect.Parameter.empty:
-            yield name, type_text(hints[name]), value_text(parameter.default), said[name]
+    for option, parameter in inspect.signature(method).parameters.items():
+        if parameter.default is not inspect.Parameter.empty and option not in not_options:
+            yield option, type_text(hints[option]), value_text(parameter.default), said[option]
 
 
 def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
@@ -222,8 +230,8 @@ def reference() -> str:
 
     add("Other", "Settings outside a section.", columns, other_rows())
     commands = {method: command for command, method in METHODS.items()}
-    for method in WITHOUT_TRAINER:
-        if rows := list(command_rows(getattr(RunTrainer, method))):
+    for method in RunCLI.COMMANDS:
+        if rows := list(command_rows(method)):
             command = commands.get(method, method)
             add(f"Command {command}", f"Options of `mutransformer {command}` alone.", columns, rows)
     add(
@@ -242,7 +250,8 @@ def reference() -> str:
     multipliers = {f"model.parametrization.{name}_multiplier" for name in ("lr", "weight_decay")}
     documented |= {f"{name}.{role}" for name in multipliers for role in defaults(RoleMultipliers)}
     expected = flat_keys(config) | multipliers | set(wiring.links)
-    expected |= {row[0] for command in WITHOUT_TRAINER for row in command_rows(getattr(RunTrainer, command))}
+    expected |= {f"trainer.logger.{name}" for name in defaults(WandbRun)}
+    expected |= {row[0] for command in RunCLI.COMMANDS for row in command_rows(command)}
     if documented != expected:
         raise LookupError(f"documented and existing settings differ in {sorted(documented ^ expected)}")
     return "\n".join(parts)

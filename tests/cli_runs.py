@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 import signal
@@ -58,6 +59,17 @@ class SignalAt(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class SignalInValidation(Callback):
+    """Sends SIGTERM to this process in the validation after step `step`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class SlowSteps(Callback):
     """Makes each step long enough for a signal to come before the last."""
 
@@ -94,6 +106,16 @@ def last_checkpoint(root: Path) -> Path:
     """`last.ckpt` of the newest run under `root`."""
     runs = sorted(root.glob("version_*"), key=lambda run: int(run.name.removeprefix("version_")))
     return runs[-1] / "checkpoints" / "last.ckpt"
+
+
+def assert_same_rows(left: Path, right: Path) -> None:
+    """The metrics.csv of two run folders has the same rows in the same order, but for times."""
+    rows = []
+    for folder in (left, right):
+        with (folder / "metrics.csv").open(newline="") as file:
+            kept = ("step", "tokens", "schedule", "train_loss", "grad_norm", "val_loss")
+            rows.append([{name: row[name] for name in kept} for row in csv.DictReader(file)])
+    assert rows[0] == rows[1] != []
 
 
 def assert_same_state(left: Path, right: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,12 @@ def make_trainer(folder: Path, max_steps: int, callbacks: tuple[Any, ...] = (), 
         devices=1,
         max_steps=max_steps,
         callbacks=list(callbacks),
-        plugins=[AtomicCheckpointIO()],
         logger=CSVLogger(folder, name=None, flush_logs_every_n_steps=1),
         default_root_dir=folder,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"log_every_n_steps": 1, "num_sanity_val_steps": 0, **arguments},
+        **{"log_every_n_steps": 1, "num_sanity_val_steps": 0, "plugins": [AtomicCheckpointIO()], **arguments},
     )
 
 
@@ -146,3 +146,9 @@ def write_checkpoint(module: DecoderModule, path: Path) -> Path:
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint, path)
     return path
+
+
+def metrics_of(folder: Path, version: int = 0) -> list[dict[str, float]]:
+    """The rows of the run's metrics.csv, without what is empty in a row."""
+    with (folder / f"version_{version}" / "metrics.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]

@@ -28,10 +28,11 @@ _REPORTED = (CheckFailed, ConfigError, DataError, NonFiniteError, SaveError, OSE
 
 COMMANDS = {
     "fit": "train a model: data, muP decoder, run folder with checkpoint and metrics",
-    "validate": "validation loss of a checkpoint (--ckpt_path)",
-    "test": "test loss of a checkpoint (--ckpt_path)",
+    "validate": "validation loss, perplexity and bits a byte of a checkpoint (--ckpt_path)",
+    "test": "the same on the test split",
     "sample": "go on with prompts, token by token (--ckpt_path, --prompt)",
     "export": "write a checkpoint as a folder that transformers loads, or as plain safetensors (--ckpt_path, --out)",
+    "bench": "time the training step: tokens/s, MFU, compilations, memory",
     "coordcheck": "train a few steps at several widths: does every tensor keep its size? PASS or FAIL, SP must fail",
     "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, SP must fail",
     "prepare": "fill the token cache of a config without training",

@@ -6,35 +6,37 @@ Imported by `cli.main` only once a subcommand is to run, as it pulls in torch an
 from __future__ import annotations
 
 import logging
-import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import yaml
 from jsonargparse import ArgumentError, Namespace
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ProgressBar, TQDMProgressBar
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mutransformer.cli.config_files import flatten, given_keys, in_order_of_precedence
+from mutransformer.cli.describe import row_values
 from mutransformer.cli.parse_errors import from_message
+from mutransformer.cli.report import (
+    fit_summary,
+    loss_line,
+    model_card,
+    record_evaluation,
+    run_folder_of,
+    warn,
+    write_whole,
+)
 from mutransformer.cli.trainer import METHODS, NEED_CHECKPOINT, WITHOUT_TRAINER, RunTrainer
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import ConfigError
 from mutransformer.inference.initial import Initializer
 from mutransformer.inference.weights import open_weights
-from mutransformer.training.callbacks import (
-    DetectNonFinite,
-    LossPlot,
-    Metrics,
-    RunCheckpoint,
-    StopOnSignal,
-    bits_per_byte,
-)
-from mutransformer.training.checkpoint import AtomicCheckpointIO, load_plain
+from mutransformer.training.callbacks import DetectNonFinite, LossPlot, StopOnSignal
+from mutransformer.training.checkpoint import AtomicCheckpointIO, BackgroundCheckpointIO, checkpoints_in, load_plain
 from mutransformer.training.engine import STRATEGY_CLASS, engine_options
 from mutransformer.training.module import (
     HOW_LAYERS_RUN,
@@ -43,6 +45,11 @@ from mutransformer.training.module import (
     DecoderModule,
     compute_dtype,
 )
+from mutransformer.training.profile import ProfileSteps
+from mutransformer.training.run_checkpoint import RunCheckpoint
+from mutransformer.training.run_folder import Resumed, RunLogger, find_checkpoint
+from mutransformer.training.run_metrics import Metrics
+from mutransformer.training.wandb_run import WandbId, WandbRun
 
 # (set by the user, follows from it, how)
 LINKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -65,6 +72,9 @@ TRAINER_DEFAULTS = {
     "default_root_dir": "runs",
 }
 
+# command -> what the Trainer calls its split
+EVALUATE = {"validate": "val", "test": "test"}
+
 # settings that a resumed run may change: they do not change what the weights mean, nor the tokens
 FREE_TO_CHANGE = (
     "model.schedule.total_steps",
@@ -75,10 +85,17 @@ FREE_TO_CHANGE = (
     *(f"model.decoder.{name}" for name in HOW_LAYERS_RUN),
 )
 
+# short forms of arguments
+WANDB_CLASS = f"{WandbRun.__module__}.{WandbRun.__name__}"
+ALIASES = {
+    "--verify": "--verify=true",
+    "--synthetic": "--synthetic=true",
+    "--trainer.logger=wandb": f"--trainer.logger={WANDB_CLASS}",
+}
 
-# command -> options that say yes by themselves
+
+# command -> options that say yes by themselves there; `--search` is a number to another
 FLAGS: dict[str, tuple[str, ...]] = {
-    "list_caches": ("--verify",),
     "plan": ("--analytic", "--search", "--json", "--topologies", "--shard_vocab"),
 }
 
@@ -93,8 +110,9 @@ class RunCLI(LightningCLI):
 
     COMMANDS: ClassVar[dict[str, set[str]]] = {
         "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
-        "validate": {"model", "dataloaders", "datamodule", "weights_only"},
-        "test": {"model", "dataloaders", "datamodule", "weights_only"},
+        "validate": {"model", "dataloaders", "datamodule", "weights_only", "verbose"},
+        "test": {"model", "dataloaders", "datamodule", "weights_only", "verbose"},
+        "bench": {"model", "datamodule"},
         **{name: {"model", "datamodule"} for name in WITHOUT_TRAINER},
     }
 
@@ -104,6 +122,7 @@ class RunCLI(LightningCLI):
         flags = FLAGS.get(subcommand, ())
         self._args = args = [f"{arg}=true" if arg in flags else arg for arg in args]
         self._given = given_keys(args)
+        self._resumed: Resumed | None = None
         super().__init__(
             DecoderModule,
             TextDataModule,
@@ -123,7 +142,7 @@ class RunCLI(LightningCLI):
         strategy = {key for key in self._given if f"{key}.".startswith("trainer.strategy.")}
         if strategy and not strategy & {"trainer.strategy", "trainer.strategy.class_path"}:
             args = [f"--trainer.strategy={STRATEGY_CLASS}", *args]
-        return [self._only, *args]
+        return [self._only, *_in_full(args)]
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         return {self._only: self.COMMANDS[self._only]}
@@ -156,6 +175,20 @@ class RunCLI(LightningCLI):
         if interval is not None and not interval > 0:
             rule = "must be above zero"
             raise ConfigError("trainer.val_check_interval", interval, rule, "use 200, or trainer.limit_val_batches=0")
+        if self._only in EVALUATE:
+            self._check_limits(section)
+        if self._only == "bench":
+            for name, least in (("warmup", 0), ("steps", 1)):
+                if section[name] < least:
+                    raise ConfigError(name, section[name], f"must be at least {least}", f"use {least or 5}")
+
+    def _check_limits(self, section: Namespace) -> None:
+        """A config's limit on validation is for the validations of a fit: here it is --limit, or the whole split."""
+        name = f"trainer.limit_{EVALUATE[self._only]}_batches"
+        if any(arg.partition("=")[0] == f"--{name}" for arg in self._args):
+            rule = "depends on the batch size, and is for training"
+            raise ConfigError(name, section[name], rule, "use --limit, a number of windows")
+        section[name] = 1.0
 
     def _parse_ckpt_path(self) -> None:
         """With a checkpoint, its model and data settings hold; one that was given and differs is an error.
@@ -163,12 +196,15 @@ class RunCLI(LightningCLI):
         Lightning's own would override in silence what was typed.
         """
         section = self._section(self.config)
+        if section.get("resume"):
+            self._resume(section)
+            section.resume = None  # config.yaml is that of a run which begins
         command, ckpt_path = self.config.subcommand, section.get("ckpt_path")
         if not ckpt_path and (ckpt_path == "" or command in NEED_CHECKPOINT):
             raise ConfigError("ckpt_path", ckpt_path, "names no weights", "give the path of a checkpoint")
-        if not ckpt_path or "://" in str(ckpt_path):
+        if not ckpt_path:
             return
-        saved = load_plain(ckpt_path)["mutransformer"]["config"]
+        saved = load_plain(ckpt_path, tensors=False)["mutransformer"]["config"]
         sources = {target: source for source, target, _ in LINKS}
         for key, value in flatten({name: saved.get(name, {}) for name in ("model", "data")}).items():
             source = sources.get(key, key)
@@ -179,6 +215,29 @@ class RunCLI(LightningCLI):
             elif section[key] != value and key not in FREE_TO_CHANGE and (key.startswith("model.") or command == "fit"):
                 rule = f"checkpoint {ckpt_path} has {value!r}"
                 raise ConfigError(source, section[key], rule, f"use {value!r}, or leave it out")
+
+    def _resume(self, section: Namespace) -> None:
+        """Finds what `--resume auto` goes on from, as if ckpt_path had named it; says so if there is nothing."""
+        if section.ckpt_path:
+            raise ConfigError(
+                "resume", "auto", "looks for a checkpoint, and ckpt_path gives one", "leave one of them out"
+            )
+        root = section.trainer.default_root_dir
+
+        def difference(saved: dict[str, Any]) -> str | None:
+            compared = {name: saved.get(name, {}) for name in ("model", "data")}
+            compared["trainer"] = {"precision": saved.get("trainer", {}).get("precision")}
+            for key, value in flatten(compared).items():
+                if key in section and section[key] != value and key not in (set(FREE_TO_CHANGE) - {"model.seed"}):
+                    return f"{key} is {value!r} there and {section[key]!r} here"
+            return None
+
+        found = find_checkpoint(root, section.checkpoint.dirpath, difference, lambda text: print(f"resume: {text}"))
+        if found is None:
+            print(f"resume: no checkpoint of this configuration in {section.checkpoint.dirpath or root}; starts anew")
+            return
+        print(f"resume: goes on from {found.path}, step {found.step}")
+        section.ckpt_path, self._resumed = found.path, found
 
     def resolve(self, *more: str) -> dict[str, Any]:
         """The settings as plain values, after more command line.
@@ -217,24 +276,36 @@ class RunCLI(LightningCLI):
             raise ConfigError(
                 "trainer.gradient_clip_algorithm", algorithm, "only the global norm is clipped", "use norm"
             )
-        self.metrics, self.checkpoint, self.stop = Metrics(), checkpoint, StopOnSignal(checkpoint)
-        callbacks: list[Callback] = [self.metrics, self.stop]
+        convention = config.get("mfu_convention", "causal")
+        self.metrics, self.checkpoint, self.stop = Metrics(convention), checkpoint, StopOnSignal(checkpoint)
+        self.wandb = [logger for logger in _as_list(trainer.logger) if isinstance(logger, WandbRun)]
+        callbacks: list[Callback] = [self.metrics, self.stop, *map(WandbId, self.wandb)]
+        loggers = _as_list(trainer.logger)
         if trainer.enable_progress_bar is not False and not _has_progress_bar(trainer.callbacks):
             callbacks.append(TQDMProgressBar())
         if self.subcommand == "fit":
             callbacks.append(LossPlot())
+            if config.profile_steps is not None:
+                callbacks.append(ProfileSteps(config.profile_steps, trainer.max_steps))
             if config.detect_nan:
                 callbacks.append(DetectNonFinite(checkpoint))
-            loggers = [_run_folder_logger(trainer.default_root_dir)]
-        else:
-            loggers = []
+            loggers = [_run_folder_logger(trainer.default_root_dir, self._resumed), *loggers]
+        elif self.subcommand == "bench":
+            from mutransformer.cli.bench import StepClock
+
+            callbacks, loggers = [StepClock(), self.stop], []
+            trainer.update(Namespace(max_steps=config.warmup + config.steps, limit_val_batches=0))
+            trainer.update(Namespace(enable_progress_bar=False))
         trainer["callbacks"] = [*_as_list(trainer.callbacks), *callbacks]
-        trainer["plugins"] = [*_as_list(trainer.plugins), AtomicCheckpointIO()]
-        trainer["logger"] = [*loggers, *_as_list(trainer.logger)] or False
+        trainer["plugins"] = [*_as_list(trainer.plugins), *_checkpoint_io(trainer.plugins, checkpoint)]
+        trainer["logger"] = loggers or False
         try:
-            return super().instantiate_trainer()
+            made = cast(Any, super().instantiate_trainer())
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise _trainer_error(error) from error
+        if self.subcommand == "bench":  # keeps nothing
+            made.callbacks = [callback for callback in made.callbacks if not isinstance(callback, Checkpoint)]
+        return made
 
     def _run_subcommand(self, subcommand: str) -> None:
         stop = StopOnSignal(RunCheckpoint()) if subcommand in WITHOUT_TRAINER else self.stop
@@ -256,54 +327,78 @@ class RunCLI(LightningCLI):
         if config.init_from and not config.get("ckpt_path"):
             weights = open_weights(config.init_from)
             self.model.initializer = Initializer(weights, self.model.config["decoder"], self.model.plan)
+        dirpath, ckpt_path = self.checkpoint.dirpath, self._section(self.config).ckpt_path
+        if dirpath and not ckpt_path and checkpoints_in(dirpath):
+            rule = "holds checkpoints of another run, which this one would remove"
+            raise ConfigError("checkpoint.dirpath", dirpath, rule, "give another folder, or --resume auto to go on")
         self.datamodule.setup("fit")
         self.datamodule.train_dataloader()
-        folder = Path(str(self.trainer.log_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        parser = self._parser(self.subcommand)
-        text = parser.dump(self._section(self.config), skip_none=False, skip_link_targets=True)
-        (folder / "config.yaml").write_text(text)
+        if not self.trainer.is_global_zero:
+            return
+        self.folder = Path(str(self.trainer.log_dir))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / "config.yaml", self._config_text())
         for warning in self.model.plan.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            warn(warning)
         n_tokens = self.datamodule.tokens_per_batch
-        print(f"{self.model.plan.count:,} parameters, {n_tokens:,} tokens a step, into {folder}")
+        print(f"{self.model.plan.count:,} parameters, {n_tokens:,} tokens a step, into {self.folder}")
+        self._start_wandb(self.folder, self._resumed.wandb_id if self._resumed else None)
+
+    def _config_text(self) -> str:
+        """All settings; of the command's own options only what it went on from, so that other commands read it too."""
+        tree = yaml.safe_load(
+            self._parser(self.subcommand).dump(self._section(self.config), skip_none=False, skip_link_targets=True)
+        )
+        own = set(self._subcommand_method_arguments[self._only])
+        kept = {name: value for name, value in tree.items() if name not in own or (name == "ckpt_path" and value)}
+        return yaml.safe_dump(kept, sort_keys=False)
+
+    def _start_wandb(self, folder: Path, run_id: str | None) -> None:
+        rows = [row_values(row) for row in self.model.plan.rows]
+        for logger in self.wandb:
+            logger.start(folder, run_id, self.config_dump, rows)
 
     def after_fit(self) -> None:
-        """Says what came out and what to do next."""
-        print(fit_summary(self.trainer, self.metrics, self.checkpoint))
+        """Writes the model card, says what came out and what to do next."""
+        if not self.trainer.is_global_zero:
+            return
+        run = (self.trainer, self.metrics, self.checkpoint, self.folder)
+        if self.checkpoint.last_path is not None:
+            card = model_card(*run, module=self.model, config=self.config_dump, args=[self._only, *self._args])
+            write_whole(self.folder / "README.md", card)
+        print(fit_summary(*run))
+
+    def _before_evaluation(self) -> None:
+        path = str(self._section(self.config).ckpt_path)
+        saved = load_plain(path, tensors=False)
+        self.metrics.evaluated_step = saved["global_step"]
+        folder = Path(run_folder_of(path) if "://" not in path else self.trainer.default_root_dir)
+        self._start_wandb(folder, saved.get("callbacks", {}).get("WandbId", {}).get("id"))
+
+    before_validate = before_test = _before_evaluation
 
     def after_validate(self) -> None:
-        print(f"\n{loss_line(self.trainer, 'validation loss', self.metrics.last.get('val_loss'))}")
+        self._after_evaluation("val", "validation")
 
     def after_test(self) -> None:
-        print(f"\n{loss_line(self.trainer, 'test loss', self.metrics.last.get('test_loss'), 'test')}")
+        self._after_evaluation("test", "test")
+
+    def _after_evaluation(self, prefix: str, split: str) -> None:
+        """Prints what was measured, and adds it to the run folder's list."""
+        last, section = self.metrics.last, self._section(self.config)
+        row = {name.removeprefix(f"{prefix}_"): value for name, value in last.items()}
+        n_targets = int(row.pop("targets"))
+        if not self.trainer.is_global_zero:
+            return
+        print(f"\n{loss_line(self.trainer, f'{split} loss', row['loss'], split)}, over {n_targets:,} tokens")
+        row = {"step": self.metrics.evaluated_step, "n_targets": n_targets, **row}
+        print(record_evaluation(str(section.ckpt_path), self._only, row))
 
 
-def loss_line(trainer: Trainer, name: str, loss: float | None, split: str = "validation") -> str:
-    """A loss in nats a token and, where the data can tell its bytes, in bits a byte."""
-    if loss is None:
-        return f"{name}: not measured in this run"
-    bits = bits_per_byte(trainer, loss, split)
-    return f"{name}: {loss:.4f} nats a token" + ("" if bits is None else f", {bits:.4f} bits a byte")
-
-
-def fit_summary(trainer: Trainer, metrics: Metrics, checkpoint: RunCheckpoint) -> str:
-    """The last lines of a fit: losses in nats and bits a byte, speed, files, the next command."""
-    last, lines = metrics.last, [""]
-    if checkpoint.last_path is None:
-        lines.append("no step was made: the run was complete, or its limits leave no room for one")
-    else:
-        lines += [
-            loss_line(trainer, "train loss", last.get("train_loss"), "train"),
-            loss_line(trainer, "validation loss", last.get("val_loss")),
-            f"speed: {metrics.tokens_per_s:,.0f} tokens/s",
-            f"data: {cast(Any, trainer).datamodule.epoch_summary()}",
-            *([watch.summary()] if (watch := getattr(trainer.strategy, "watch", None)) else []),
-            f"run folder: {trainer.log_dir} (metrics.csv, config.yaml, loss.png)",
-            f"checkpoint: {checkpoint.last_path}",
-            f"next: mutransformer validate --ckpt_path {checkpoint.last_path}",
-        ]
-    return "\n".join(lines)
+def _in_full(args: list[str]) -> list[str]:
+    """The command line without short forms."""
+    pairs = pairwise(["", *args])
+    return [WANDB_CLASS if pair == ("--trainer.logger", "wandb") else ALIASES.get(pair[1], pair[1]) for pair in pairs]
 
 
 def _quiet_libraries() -> None:
@@ -313,7 +408,7 @@ def _quiet_libraries() -> None:
     logging.getLogger().addFilter(lambda record: "PJRT_DEVICE" not in record.getMessage())
 
 
-def _run_folder_logger(root: str) -> CSVLogger:
+def _run_folder_logger(root: str, resumed: Resumed | None) -> RunLogger:
     """The logger that owns the run folder, `root/version_n`; refuses a root that cannot be written to."""
     try:
         Path(root).mkdir(parents=True, exist_ok=True)
@@ -323,7 +418,16 @@ def _run_folder_logger(root: str) -> CSVLogger:
         raise ConfigError(
             "trainer.default_root_dir", root, f"cannot be written to ({error.strerror})", "give a folder of yours"
         ) from error
-    return CSVLogger(root, name=None, flush_logs_every_n_steps=1)
+    if resumed is None or resumed.run_folder is None:
+        return RunLogger(root)
+    return RunLogger(root, int(resumed.run_folder.name.removeprefix("version_")), resumed.step)
+
+
+def _checkpoint_io(plugins: Any, checkpoint: RunCheckpoint) -> list[CheckpointIO]:
+    """What writes checkpoints, unless the user brings another."""
+    if any(isinstance(plugin, CheckpointIO) for plugin in _as_list(plugins)):
+        return []
+    return [BackgroundCheckpointIO(AtomicCheckpointIO()) if checkpoint.save_async else AtomicCheckpointIO()]
 
 
 def _trainer_error(error: Exception) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from mutransformer.data.datamodule import TextDataModule
 from mutransformer.data.listing import describe_caches
 from mutransformer.errors import CheckFailed, ConfigError
 from mutransformer.training.module import compute_dtype
+from mutransformer.training.throughput import MfuConvention
 from mutransformer.verify.search import DEFAULT_SPACE, Space
 
 # commands that need no device of their own: they train nothing, or make a Trainer for each of many runs
@@ -39,6 +41,108 @@ class RunTrainer(Trainer):
         trainer = cls.__new__(cls)
         trainer.resolve, trainer.study_loggers = resolve, loggers
         return trainer
+
+    def fit(  # type: ignore[override]
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+        resume: Literal["auto"] | None = None,
+        profile_steps: str | None = None,
+        mfu_convention: MfuConvention = "causal",
+    ) -> None:
+        """Train.
+
+        Args:
+            model: to train.
+            train_dataloaders: where there is no datamodule.
+            val_dataloaders: where there is no datamodule.
+            datamodule: the data.
+            ckpt_path: checkpoint to go on from, in a new run folder.
+            weights_only: as in torch.load.
+            resume: `auto`: go on from the last checkpoint of the newest run of the same configuration in
+                trainer.default_root_dir, in its run folder; where there is none, start anew.
+            profile_steps: first:last, steps of which a trace for ui.perfetto.dev is written to the run folder.
+            mfu_convention: attention that counts in mfu and tflops_per_s: `causal`, what the mask leaves; `palm`, all.
+        """
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+
+    def validate(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: str | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+        limit: int | None = None,
+    ) -> Any:
+        """Measure the validation loss of a checkpoint.
+
+        Args:
+            model: whose weights the checkpoint holds.
+            dataloaders: where there is no datamodule.
+            ckpt_path: checkpoint to measure.
+            verbose: print Lightning's own table.
+            datamodule: the data.
+            weights_only: as in torch.load.
+            limit: measure the first so many windows (data.sequence_len tokens each) of the split; null: all of it.
+        """
+        _limit_evaluation(datamodule, limit)
+        return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def test(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: str | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+        limit: int | None = None,
+    ) -> Any:
+        """Measure the test loss of a checkpoint.
+
+        Args:
+            model: whose weights the checkpoint holds.
+            dataloaders: where there is no datamodule.
+            ckpt_path: checkpoint to measure.
+            verbose: print Lightning's own table.
+            datamodule: the data.
+            weights_only: as in torch.load.
+            limit: measure the first so many windows (data.sequence_len tokens each) of the split; null: all of it.
+        """
+        _limit_evaluation(datamodule, limit)
+        return super().test(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def bench(
+        self,
+        model: Any,
+        datamodule: Any,
+        warmup: int = 5,
+        steps: int = 20,
+        synthetic: bool = False,
+        mfu_convention: MfuConvention = "causal",
+        format: Literal["table", "json"] = "table",
+    ) -> None:
+        """Time the training step of a configuration: seconds, tokens/s, MFU, compilations, memory; keeps nothing.
+
+        Args:
+            warmup: steps before those that are timed; the first compiles.
+            steps: steps that are timed, each waited for.
+            synthetic: random tokens instead of the configuration's data.
+            mfu_convention: attention that counts in MFU: `causal`, what the mask leaves; `palm`, all.
+            format: `table` for people, `json` for programs.
+        """
+        from mutransformer.cli.bench import bench, table
+
+        result = bench(
+            self, model, datamodule, warmup=warmup, steps=steps, synthetic=synthetic, convention=mfu_convention
+        )
+        print(json.dumps(result, indent=2) if format == "json" else table(result))
 
     def describe(self, model: Any, datamodule: Any, format: Literal["table", "json", "csv"] = "table") -> None:
         """Print one row a parameter: role, shape, initialization, learning rate, decay; makes no weights.
@@ -310,6 +414,13 @@ class RunTrainer(Trainer):
             module, out, format=format, tokenizer=datamodule.tokenizer, separator=datamodule.separator, verify=verify
         )
         print(describe(exported, out))
+
+
+def _limit_evaluation(datamodule: Any, limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise ConfigError("limit", limit, "must be at least 1", "leave it out for the whole split")
+    if datamodule is not None:
+        datamodule.evaluation_windows = limit
 
 
 def _key_and_value(option: str, text: str, remedy: str) -> tuple[str, str]:

@@ -117,6 +117,7 @@ class TextDataModule(pl.LightningDataModule):
         self._windows: dict[str, TokenWindows] = {}
         self._train_loader: WindowLoader | None = None
         self._restored: dict[str, Any] | None = None
+        self.evaluation_windows: int | None = None  # how many windows validation and test read; None: all
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -238,12 +239,16 @@ class TextDataModule(pl.LightningDataModule):
         return self._train_loader
 
     def val_dataloader(self) -> InOrderLoader:
-        """Returns a loader of all validation windows."""
-        return InOrderLoader(self.windows("validation"), self.tokens_per_batch, **self._ranks())
+        """Returns a loader of all validation windows, or the first `evaluation_windows` of them."""
+        return self._in_order("validation")
 
     def test_dataloader(self) -> InOrderLoader:
         """Returns a loader of all test windows; those of validation where there is no test split."""
-        return InOrderLoader(self.windows("test"), self.tokens_per_batch, **self._ranks())
+        return self._in_order("test")
+
+    def _in_order(self, split: Split) -> InOrderLoader:
+        limit = self.evaluation_windows
+        return InOrderLoader(self.windows(split), self.tokens_per_batch, limit=limit, **self._ranks())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the training loader's position, for the checkpoint.

@@ -6,6 +6,7 @@ Shape letters: B rows of a batch on this rank, L sequence length.
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -173,6 +174,8 @@ class WindowLoader:
         seed: seed of the permutations; from 0 up.
         rank: number of this process among `world_size`.
         world_size: how many processes share a global batch.
+    Attributes:
+        wait_s: seconds in which whoever iterates has waited for a batch, over all epochs.
     Raises:
         ConfigError: when the rows of a batch cannot be shared evenly, or there are fewer windows than one batch takes.
     """
@@ -193,6 +196,7 @@ class WindowLoader:
         self._share = _share(0, self.rows_per_batch, rank, world_size)
         self._batches_per_block = max(1, _PLACES_PER_BLOCK // len(self._share))
         self._epoch = self._batch = 0
+        self.wait_s = 0.0
         self._block: tuple[tuple[int, int], np.ndarray] = (-1, -1), np.empty(0)
         if len(self) == 0:
             largest = windows.n_windows // world_size * world_size * windows.sequence_len
@@ -223,7 +227,7 @@ class WindowLoader:
         ahead: tuple[int, Future[_Read]] | None = None
         with ThreadPoolExecutor(1) as pool:
             while self._epoch == epoch:
-                number = self._batch
+                began, number = time.perf_counter(), self._batch
                 is_there = ahead is not None and ahead[0] == number  # not where another iterator went on
                 batch, is_from_disk = ahead[1].result() if ahead and is_there else self._read(epoch, number)
                 self._batch += 1
@@ -231,6 +235,7 @@ class WindowLoader:
                     self._epoch, self._batch = epoch + 1, 0
                 elif is_from_disk:
                     ahead = self._batch, pool.submit(self._read, epoch, self._batch)
+                self.wait_s += time.perf_counter() - began
                 yield batch
 
     def _read(self, epoch: int, number: int) -> _Read:
@@ -293,36 +298,49 @@ def _disk_reads() -> int:
 
 
 class InOrderLoader:
-    """Batches for validation: each `iter()` reads all windows in order from the first; the last batch is smaller.
+    """Batches for evaluation: each `iter()` reads all windows in order from the first; the last batch is smaller.
+
+    Every window counts once at any number of ranks: where they do not get equally many of the last batch, some have a
+    row more that a `mask` [B, L], false there, takes out.
 
     Args:
         windows: what to read.
         tokens_per_batch: tokens of a global batch; a multiple of sequence_len * world_size.
+        limit: read the first so many windows alone; None: all.
         rank: number of this process among `world_size`.
-        world_size: how many processes share a global batch. Each gets equally many rows of every batch, so up to
-            world_size - 1 windows are left out at the end.
+        world_size: how many processes share a global batch, each with equally many rows of it.
     Raises:
-        ConfigError: when the rows of a batch cannot be shared evenly, or there are fewer windows than ranks.
+        ConfigError: when the rows of a batch cannot be shared evenly.
     """
 
-    def __init__(self, windows: TokenWindows, tokens_per_batch: int, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        windows: TokenWindows,
+        tokens_per_batch: int,
+        *,
+        limit: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self.windows = windows
         self.rows_per_batch = _rows_per_batch(windows, tokens_per_batch, world_size)
-        self.n_leftover_windows = windows.n_windows % world_size
-        self._n_used = windows.n_windows - self.n_leftover_windows
+        self.n_windows = windows.n_windows if limit is None else min(limit, windows.n_windows)
         self._rank, self._world_size = rank, world_size
-        if self._n_used == 0:
-            rule = f"the validation split holds {windows.n_windows} windows, and {world_size} ranks need one each"
-            raise ConfigError("data.sequence_len", windows.sequence_len, rule, "use a smaller value or more documents")
 
     def __len__(self) -> int:
-        return -(-self._n_used // self.rows_per_batch)
+        return -(-self.n_windows // self.rows_per_batch)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yields batches, see `TokenWindows.batch`."""
-        for start in range(0, self._n_used, self.rows_per_batch):
-            n_rows = min(self.rows_per_batch, self._n_used - start)
-            yield self.windows.batch(_share(start, n_rows, self._rank, self._world_size))
+        for start in range(0, self.n_windows, self.rows_per_batch):
+            n_rows = min(self.rows_per_batch, self.n_windows - start)
+            n_filled = -(-n_rows // self._world_size) * self._world_size
+            share = _share(start, n_filled, self._rank, self._world_size)
+            batch = self.windows.batch(np.minimum(share, self.n_windows - 1))
+            if n_filled > n_rows:
+                counts = torch.from_numpy(share < self.n_windows)
+                batch["mask"] = counts[:, None].repeat(1, self.windows.sequence_len)
+            yield batch
 
 
 def _rows_per_batch(windows: TokenWindows, tokens_per_batch: int, world_size: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -43,7 +44,7 @@ class Decoder(nn.Module):
         self.residual_multiplier = plan.residual_multiplier
         self.qk_scale = plan.qk_scale
         self.compute_dtype: torch.dtype | None = None
-        self.run_layers = partial(loop_layers, remat=config.remat)
+        self.run_layers: Callable[..., torch.Tensor] = partial(loop_layers, remat=config.remat)
         self.axes = {row.name: row.axes for row in plan.rows}
         for row in plan.rows:
             self.register_parameter(row.name, nn.Parameter(torch.empty(row.shape)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -45,17 +45,13 @@ def loop_layers(
     """
     # one unbind a tensor: taking each layer's slice by itself would cost a full-size gradient a layer
     slices = {name: tensor.unbind(0) for name, tensor in stacked.items()}
+    run: Any = block
     if remat != "none" and torch.is_grad_enabled() and not is_recording():
-        block = partial(
-            checkpoint,
-            block,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            **({"context_fn": partial(create_selective_checkpoint_contexts, _keep_dots)} if remat == "dots" else {}),
-        )
+        policy = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_dots)} if remat == "dots" else {}
+        run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False, **policy)
     for i in range(len(next(iter(slices.values())))):
         cache = () if caches is None else (caches[i],)
-        x_BLD = block(x_BLD, {name: parts[i] for name, parts in slices.items()}, shared, *cache)
+        x_BLD = run(x_BLD, {name: parts[i] for name, parts in slices.items()}, shared, *cache)
     return x_BLD
 
 

@@ -1,25 +1,77 @@
-"""Checkpoints: written whole or not at all, so that kill -9 or a full disk leaves the last one readable.
+"""Checkpoints: written whole or not at all, beside the training, and read back as plain values.
 
 A run on one device writes a file; on XLA, where each host has its own part of every tensor, a folder
 (`mutransformer/xla/shards.py`). Any engine reads both.
+
+Which checkpoints there are and which are kept is `run_checkpoint.py`'s business; here a checkpoint is written, removed,
+found and read.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mutransformer.errors import ConfigError, SaveError
 from mutransformer.xla import shards
 
+_NAME = re.compile(r"step_(\d+)\.ckpt")
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the checkpoint at a count of optimizer steps."""
+    return f"step_{step:08d}.ckpt"
+
+
+def checkpoints_in(folder: str) -> dict[int, str]:
+    """Step -> path of the checkpoints in a folder, local or of a URL that fsspec can open, in order of steps."""
+    fs, root = fsspec.core.url_to_fs(folder)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = {path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False, refresh=True)}
+        steps = sorted((int(match[1]), name) for name in names if (match := _NAME.fullmatch(name)))
+        return {step: f"{folder.rstrip('/')}/{name}" for step, name in steps}
+    return {}
+
+
+def newest_readable(folder: str) -> tuple[str | None, list[ConfigError]]:
+    """The checkpoint of the highest step in a folder that can be read, and why those of higher steps cannot."""
+    errors = []
+    for path in reversed(checkpoints_in(folder).values()):
+        try:
+            load_plain(path, tensors=False)
+        except ConfigError as error:
+            errors.append(error)
+        else:
+            return path, errors
+    return None, errors
+
+
+def remove_unfinished(folder: str) -> None:
+    """Removes what writers that were killed left behind in a local folder; nobody else may be writing there."""
+    if "://" in folder:
+        return
+    for path in Path(folder).glob(".step_*.tmp"):
+        path.unlink(missing_ok=True)
+    for path in Path(folder).glob("step_*.ckpt"):
+        if path.is_dir() and not shards.is_sharded(path):
+            shutil.rmtree(path)
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes to a temporary name in the same folder, flushes to the disk, then renames; remote paths as Lightning.
+    """Writes to a temporary name in the same folder, flushes to the disk, renames; an object store puts at once.
 
     Tensors in parts go to a folder of shards.
     """
@@ -30,61 +82,127 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             SaveError: it could not be written whole.
         """
-        if shards.holds_shards(checkpoint):
-            _save_shards(checkpoint, path)
-            return
-        if "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException as error:
-            if temporary.is_file():
-                temporary.unlink()
-            if isinstance(error, (OSError, RuntimeError)):  # torch.save turns a full disk into a RuntimeError
-                reason = error.__context__ if isinstance(error.__context__, OSError) else error
-                message = f"checkpoint {path} could not be written ({reason}); what was there is intact"
-                raise SaveError(message) from error
-            raise
+            if shards.holds_shards(checkpoint):
+                shards.save(checkpoint, path, f"step-{checkpoint['global_step']}")
+            elif "://" in str(path):
+                super().save_checkpoint(checkpoint, path, storage_options)
+            else:
+                _write_local(checkpoint, Path(path))
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # torch.save turns a full disk into a RuntimeError, a store has errors of its own
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            text = " ".join(f"{reason}".split()) or type(reason).__name__
+            message = f"checkpoint {path} could not be written ({text}); what was there is intact"
+            raise SaveError(message) from error
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A file, or a folder of shards with its tensors whole, on the CPU."""
         return shards.load(path) if shards.is_sharded(path) else super().load_checkpoint(path, *args, **kwargs)
 
+    def remove_checkpoint(self, path: Any) -> None:
+        shards.invalidate(path)
+        super().remove_checkpoint(path)
 
-def _save_shards(checkpoint: dict[str, Any], path: Any) -> None:
-    group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+
+def _write_local(checkpoint: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        shards.save(checkpoint, path, f"step-{checkpoint['global_step']}", group)
-    except (OSError, RuntimeError, CheckpointException) as error:
-        raise SaveError(f"checkpoint {path} could not be written ({error}); what was there is intact") from error
+        with temporary.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
-def load_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A checkpoint as plain types and tensors on the CPU (`weights_only=True`).
+class BackgroundCheckpointIO(CheckpointIO):
+    """Hands checkpoints to another CheckpointIO in a thread: training waits for a copy in memory, not for the disk.
 
+    One write at a time: the next waits for the one before. An error of a write is raised by the next call of `wait`,
+    `save_checkpoint` or `load_checkpoint`. Lightning's AsyncCheckpointIO copies on the device and lets writes queue up.
+
+    Args:
+        checkpoint_io: writes, reads and removes.
+    """
+
+    def __init__(self, checkpoint_io: CheckpointIO) -> None:
+        self.checkpoint_io = checkpoint_io
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._write: Future[None] | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the write that was begun last goes on."""
+        return self._write is not None and not self._write.done()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written.
+
+        Raises:
+            SaveError: the last write failed; raised once.
+        """
+        write, self._write = self._write, None
+        if write is not None:
+            write.result()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Copies the checkpoint to the CPU's memory and begins to write it."""
+        self.wait()
+        copied = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+        self._write = self._pool.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.wait()
+        return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Lets the last write end; its error has been raised by `wait`, or another error is on its way out."""
+        if self._write is not None:
+            self._write.exception()
+        self.checkpoint_io.teardown()
+
+
+def load_plain(path: str | os.PathLike[str], tensors: bool = True) -> dict[str, Any]:
+    """A checkpoint as plain types and tensors on the CPU (`weights_only=True`); read whole where it is not local.
+
+    Args:
+        path: a file, or a folder of shards; local or of a URL that fsspec can open.
+        tensors: with those of a folder of shards; a file's are there in any case, mapped and not read if it is local.
     Raises:
         ConfigError: there is no such file, or it is not one of this package's checkpoints.
     """
     remedy = "give the path of a .ckpt file that `mutransformer fit` wrote"
-    is_sharded = shards.is_sharded(path)
-    if not is_sharded and not Path(path).is_file():
-        raise ConfigError("ckpt_path", str(path), "there is no such file", remedy)
     try:
-        if is_sharded:
-            checkpoint = shards.load(path)
-        else:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = _loader(os.fspath(path), tensors)()
+    except FileNotFoundError as error:
+        raise ConfigError("ckpt_path", str(path), "there is no such file", remedy) from error
     except (Exception, CheckpointException) as error:
         raise ConfigError("ckpt_path", str(path), f"is not readable ({type(error).__name__})", remedy) from error
     origin = checkpoint.get("mutransformer") if isinstance(checkpoint, dict) else None
     if not (isinstance(origin, dict) and {"config", "module", "versions"} <= origin.keys()):
         raise ConfigError("ckpt_path", str(path), "was not written by this package", remedy)
     return checkpoint
+
+
+def _loader(path: str, tensors: bool) -> Callable[[], Any]:
+    if shards.is_sharded(path):
+        return lambda: shards.load(path, into=None if tensors else {})
+    if Path(path).is_dir():
+        raise FileNotFoundError(path)
+    if "://" not in path:
+        return lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+    def load() -> Any:
+        with fsspec.open(path, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+
+    return load

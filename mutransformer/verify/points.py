@@ -33,9 +33,8 @@ from lightning.pytorch.callbacks import Callback
 
 import mutransformer
 from mutransformer.data.datamodule import TextDataModule
-from mutransformer.errors import ConfigError
-from mutransformer.training.callbacks import RunCheckpoint
-from mutransformer.training.checkpoint import load_plain
+from mutransformer.training.checkpoint import newest_readable
+from mutransformer.training.run_checkpoint import RunCheckpoint
 from mutransformer.verify.settings import Settings, build_data, build_module, build_trainer, quiet
 
 # parts of the settings that change what a run computes; of the trainer's, these alone
@@ -148,15 +147,10 @@ def train(point: Point, data: TextDataModule, checkpoints: Path) -> Result:
     every, n_steps = settings.get("checkpoint", {}).get("every_n_steps", 0), settings["trainer"]["max_steps"]
     if 0 < every < n_steps:
         callbacks.append(RunCheckpoint(every, save_best=False, dirpath=str(checkpoints)))
-    last = checkpoints / "last.ckpt"
-    if last.exists():
-        try:
-            load_plain(last)
-        except ConfigError:  # damaged: the point begins again
-            last.unlink()
+    last, _ = newest_readable(str(checkpoints))  # where all are damaged, the point begins again
     with quiet():
         module = build_module(settings, data.vocab_size)
-        build_trainer(settings, callbacks).fit(module, datamodule=data, ckpt_path=last if last.exists() else None)
+        build_trainer(settings, callbacks).fit(module, datamodule=data, ckpt_path=last)
     curve = losses.curve.numpy()
     bad = np.flatnonzero(~np.isfinite(curve))
     if len(bad):

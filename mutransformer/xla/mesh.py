@@ -28,6 +28,11 @@ class MeshShape:
     def n_devices(self) -> int:
         return self.rows * self.cols
 
+    @property
+    def unit(self) -> int:
+        """What the sequences of a batch must be a multiple of: hosts cut theirs over all devices first."""
+        return self.n_devices if self.n_hosts > 1 else self.rows
+
     @classmethod
     def of(cls, rows: int, cols: int, n_devices: int, n_hosts: int = 1) -> MeshShape:
         """Fills in the one that is -1 and compares with the devices there are.
@@ -78,7 +83,7 @@ class MeshShape:
             n_rows: sequences in the batch of all hosts.
             n_parts: micro-batches that it is split into.
         """
-        unit = self.n_devices if self.n_hosts > 1 else self.rows
+        unit = self.unit
         why = f"{self.n_hosts} hosts with {self.n_devices} devices" if self.n_hosts > 1 else f"mesh_rows {self.rows}"
         if n_rows % (unit * n_parts):
             parts = f" in {n_parts} micro-batches" if n_parts > 1 else ""

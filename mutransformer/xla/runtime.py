@@ -44,6 +44,12 @@ def n_executions() -> int:
     return 0 if data is None else data[0]
 
 
+def compilations() -> list[float]:
+    """Seconds of each compilation so far; torch_xla remembers the newest thousand or so."""
+    data = xla_metrics.metric_data("CompileTime")
+    return [] if data is None else [nanoseconds / 1e9 for _, nanoseconds in data[2]]
+
+
 def compile_s() -> float:
     """Seconds spent in compilation so far."""
     data = xla_metrics.metric_data("CompileTime")

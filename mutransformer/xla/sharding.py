@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 
 from mutransformer.model.axes import Axes
+from mutransformer.xla import runtime
 from mutransformer.xla.layout import Spec, spec_of
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.shards import HostShards
@@ -28,10 +29,12 @@ class Sharding:
     Args:
         shape: rows and columns.
         shard_vocab: see `spec_of`.
+        marked: specs of all marks so far.
     """
 
     shape: MeshShape
     shard_vocab: bool = False
+    marked: set[Spec] = field(default_factory=set, compare=False)
 
     @cached_property
     def mesh(self) -> xs.Mesh:
@@ -48,9 +51,24 @@ class Sharding:
         """The tensor with a mark for the partitioner, also on its gradient; for `model.axes.marking`."""
         if tensor.device.type != "xla":
             return tensor
+        spec = self.spec(tensor, axes)
+        self.marked.add(spec)
         if isinstance(tensor, torch.nn.Parameter):
             tensor = tensor * 1  # a clone would be cut in the same place as the parameter; XLA leaves the product out
-        return _mark(tensor, "".join(to or "N" for to in self.spec(tensor, axes)))
+        return _mark(tensor, "".join(to or "N" for to in spec))
+
+    def check_marks(self, graph: str) -> None:
+        """Raises ShardingError where a mark that was put on an activation or a weight is not in the graph.
+
+        Args:
+            graph: HLO text of the step, before the partitioner.
+        """
+        for spec in self.marked if self.shape.n_devices > 1 else ():
+            probe = torch.zeros([self.shape.n_devices] * len(spec)).to(runtime.device()) * 1
+            self.shard(probe, spec)
+            written = torch_xla._XLAC._get_xla_sharding_spec(probe)
+            if f'custom_call_target="Sharding", sharding={written}' not in graph:
+                raise ShardingError(f"a tensor marked {spec} has no such mark in the graph of the step")
 
     def check(self, name: str, tensor: torch.Tensor, spec: Spec) -> None:
         """Raises ShardingError where the buffers are not cut as `spec` says."""

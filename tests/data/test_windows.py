@@ -147,7 +147,6 @@ def test_fewer_windows_than_a_batch_are_refused(world_size, would_do):
 
 def test_fewer_windows_than_ranks_are_refused():
     error_of("data.tokens_per_batch", WindowLoader, counting_windows(2), 3 * L, world_size=3)
-    error_of("data.sequence_len", InOrderLoader, counting_windows(2), 3 * L, world_size=3)
 
 
 # The place in the data
@@ -262,7 +261,6 @@ def test_validation_reads_all_windows_in_order_each_time():
     loader = InOrderLoader(counting_windows(7), 3 * L)
     expected = [[0, 1, 2], [3, 4, 5], [6]]
     assert len(loader) == 3
-    assert loader.n_leftover_windows == 0
     assert window_numbers([next(iter(loader))]) == expected[:1]
     assert window_numbers(loader) == window_numbers(loader) == expected
 
@@ -271,8 +269,20 @@ def test_validation_may_have_fewer_windows_than_a_batch():
     assert window_numbers(InOrderLoader(counting_windows(2), 6 * L)) == [[0, 1]]
 
 
-def test_validation_gives_ranks_equally_many_rows():
-    ranks = [InOrderLoader(counting_windows(8), 6 * L, rank=rank, world_size=3) for rank in range(3)]
-    assert [window_numbers(loader) for loader in ranks] == [[[0, 1]], [[2, 3]], [[4, 5]]]
-    assert {loader.n_leftover_windows for loader in ranks} == {2}
-    assert {len(loader) for loader in ranks} == {1}
+@pytest.mark.parametrize(("n_windows", "n_rows"), [(8, 6), (8, 9), (2, 3), (7, 3)])
+def test_validation_gives_ranks_equally_many_rows_and_each_window_counts_once(n_windows, n_rows):
+    ranks = [list(InOrderLoader(counting_windows(n_windows), n_rows * L, rank=rank, world_size=3)) for rank in range(3)]
+    counted = []
+    for batches in zip(*ranks, strict=True):
+        assert len({batch["tokens"].shape for batch in batches}) == 1
+        assert len({"mask" in batch for batch in batches}) == 1
+        for batch in batches:
+            mask = batch.get("mask", torch.ones_like(batch["tokens"][:, 1:], dtype=torch.bool))
+            assert mask.shape == batch["tokens"][:, 1:].shape and torch.equal(mask.all(1), mask.any(1))
+            counted += window_numbers([{"tokens": batch["tokens"][mask.all(1)]}])[0]
+    assert sorted(counted) == list(range(n_windows))
+
+
+def test_validation_of_the_first_windows_alone():
+    assert window_numbers(InOrderLoader(counting_windows(7), 3 * L, limit=4)) == [[0, 1, 2], [3]]
+    assert window_numbers(InOrderLoader(counting_windows(2), 3 * L, limit=4)) == [[0, 1]]

@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 
 from mutransformer.errors import Interrupted
 from mutransformer.mup.config import OptimizerConfig
-from mutransformer.training.callbacks import RunCheckpoint, StopOnSignal
+from mutransformer.training.callbacks import StopOnSignal
+from mutransformer.training.run_checkpoint import RunCheckpoint
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
 
 N_STEPS, N_STOP = 7, 3

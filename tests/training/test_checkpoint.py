@@ -11,9 +11,9 @@ from helpers import Batches, fit, make_module, make_trainer, mup, random_batch, 
 import mutransformer
 from mutransformer.errors import ConfigError, SaveError
 from mutransformer.mup.config import OptimizerConfig, RoleMultipliers
-from mutransformer.training.callbacks import RunCheckpoint
 from mutransformer.training.checkpoint import AtomicCheckpointIO, load_plain
 from mutransformer.training.module import DecoderModule
+from mutransformer.training.run_checkpoint import RunCheckpoint
 
 NARROW = small(d_model=32)
 

@@ -18,8 +18,8 @@ from helpers import (
 from mutransformer.errors import ConfigError, NonFiniteError
 from mutransformer.model.decoder import Decoder
 from mutransformer.mup.config import OptimizerConfig, RoleMultipliers
-from mutransformer.training.callbacks import Metrics
 from mutransformer.training.module import DecoderModule, check_finite, compute_dtype
+from mutransformer.training.run_metrics import Metrics
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
 
 N_ROWS = 5

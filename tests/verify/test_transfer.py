@@ -396,7 +396,7 @@ def test_damaged_checkpoint_of_a_point_is_no_obstacle(tmp_path, corpus):
     for point in out.glob("points/*"):
         folder = again / "points" / point.name / "checkpoints"
         folder.mkdir(parents=True)
-        (folder / "last.ckpt").write_text("junk")
+        (folder / "step_00000005.ckpt").write_text("junk")
     main(command(corpus, again, **options))
     assert without_times(table_of(again)) == without_times(table_of(out))
 
@@ -432,23 +432,23 @@ def test_diverged_point_is_a_row(tmp_path, corpus):
 
 def test_point_goes_on_from_its_checkpoint(tmp_path, corpus, monkeypatch):
     """A run of hours must not begin again: stopped in its middle, it ends with the losses of one that was not."""
-    from mutransformer.training.callbacks import RunCheckpoint
+    from mutransformer.training.run_checkpoint import RunCheckpoint
 
     options = {"checkpoint.every_n_steps": 5, "widths": "[8,16]", "log2_learning_rates": "[-6]", "seeds": "[1]"}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     main(command(corpus, whole, **options))
-    save, n_saved = RunCheckpoint.save_last, []
+    save, n_saved = RunCheckpoint.save, []
 
-    def save_and_stop(self, trainer):
-        save(self, trainer)
+    def save_and_stop(self, trainer, **options):
+        save(self, trainer, **options)
         n_saved.append(trainer.global_step)
         if len(n_saved) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(RunCheckpoint, "save_last", save_and_stop)
+    monkeypatch.setattr(RunCheckpoint, "save", save_and_stop)
     assert main(command(corpus, stopped, **options)) == 143
     assert len(list(stopped.glob("points/*/checkpoints/last.ckpt"))) == 1
-    monkeypatch.setattr(RunCheckpoint, "save_last", lambda self, trainer: n_saved.append(trainer.global_step))
+    monkeypatch.setattr(RunCheckpoint, "save", lambda self, trainer, **_: n_saved.append(trainer.global_step))
     main(command(corpus, stopped, **options))
     assert n_saved[2:] == [12, 12, 5, 10, 12, 12]  # the first point did not come by steps 5 and 10 again
     assert not list(stopped.glob("points/*/checkpoints"))

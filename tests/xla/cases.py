@@ -145,6 +145,21 @@ def memory(mesh: list[int], variant: str) -> dict[str, list[int]]:
     return found
 
 
+def evaluate(mesh: list[int] | None) -> dict[str, Any]:
+    """Loss over batches of which the last has five rows, and how often the step was compiled."""
+    module = make_module("dense")
+    trainer = make_trainer(mesh, limit_test_batches=None)
+    last = {"tokens": random_tokens(5, LENGTH + 1, 9, VOCAB)}
+    trainer.test(module, Batches(*batches(2), last), verbose=False)
+    watch = getattr(trainer.strategy, "watch", None)
+    n_targets = module.val_loss.n_targets.item()
+    return {
+        "loss": module.val_loss.compute().item(),
+        "n_targets": n_targets,
+        "n": dict(watch.n_by_kind) if watch else {},
+    }
+
+
 class NumberInTheGraph(DecoderModule):
     """Plants what a careless change would: a Python number, another one in each step, in the arithmetic."""
 
@@ -305,6 +320,25 @@ def wrong_sharding(mesh: list[int]) -> str:
     except ShardingError as error:
         return str(error)
     return ""
+
+
+def lost_mark(mesh: list[int]) -> list[str]:
+    """A mark that does not reach the graph: the error; and none for the marks of the model."""
+    from mutransformer.xla.sharding import ShardingError
+
+    trainer = make_trainer(mesh, max_steps=1)
+    trainer.fit(make_module("dense"), Batches(*batches(1)), Batches())
+    graph = trainer.strategy.watch.first_graph("training")
+    found = []
+    for spec in (None, (None, None, "X", None)):
+        if spec is not None:
+            trainer.strategy.sharding.marked.add(spec)
+        try:
+            trainer.strategy.sharding.check_marks(graph)
+            found.append("")
+        except ShardingError as error:
+            found.append(str(error))
+    return found
 
 
 def command(argv: list[str]) -> int:

@@ -36,6 +36,13 @@ def test_a_tensor_that_is_not_cut_as_the_table_says_is_an_error():
     assert message == "w_ff_in: a device holds [2, 128, 16] of [2, 256, 64], the table says [2, 256, 64]"
 
 
+def test_a_mark_that_is_not_in_the_graph_is_an_error():
+    assert on_devices.run(8, "lost_mark", mesh=[4, 2]) == [
+        "",
+        "a tensor marked (None, None, 'X', None) has no such mark in the graph of the step",
+    ]
+
+
 def test_three_graphs_whatever_lightning_does_beside():
     found = on_devices.run(8, "everything_on", mesh=[4, 2])
     assert found["n_steps"] == 18
@@ -59,6 +66,13 @@ def test_an_odd_batch_is_caught_with_its_shape():
     assert message == (
         "a training step was compiled again: batch['tokens'] is int64 [16, 17], before it was int64 [32, 17]"
     )
+
+
+def test_a_last_batch_of_any_size_counts_and_has_the_graph_of_the_others():
+    found, plain = on_devices.run(8, "evaluate", mesh=[4, 2]), cases.evaluate(None)
+    assert found["n"] == {"test": 1}
+    assert found["n_targets"] == plain["n_targets"] == (2 * cases.N_ROWS + 5) * cases.LENGTH
+    assert found["loss"] == pytest.approx(plain["loss"], abs=1e-6)
 
 
 @pytest.fixture(scope="module")

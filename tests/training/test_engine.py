@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from mutransformer.errors import ConfigError
+from mutransformer.training import engine
+from mutransformer.training.engine import STRATEGY_CLASS, engine_options
+
+AS_CONFIGURED = {"class_path": STRATEGY_CLASS, "init_args": {"mesh_rows": 4, "mesh_cols": 2}}
+
+
+def test_plain_torch_is_left_to_lightning():
+    assert engine_options("cpu", "auto") == {"strategy": "auto"}
+    assert engine_options("auto", "ddp") == {"strategy": "ddp"}
+
+
+@pytest.mark.parametrize("accelerator", ["tpu", "xla", "auto"])
+def test_xla_by_its_name_or_its_strategy(accelerator):
+    options = engine_options(accelerator, AS_CONFIGURED)
+    strategy = options["strategy"]
+    assert (strategy.mesh_rows, strategy.mesh_cols) == (4, 2)
+    assert options["accelerator"].name() == "xla"
+    assert options["inference_mode"] is False
+    assert engine_options("xla", strategy)["strategy"] is strategy
+    assert engine_options("tpu", "auto")["strategy"].mesh_rows == -1
+
+
+def test_auto_takes_a_tpu_where_there_is_one(monkeypatch):
+    assert engine_options("auto", "auto") == {"strategy": "auto"}
+    monkeypatch.setattr(engine, "_has_tpu", lambda: True)
+    assert engine_options("auto", "auto")["accelerator"].name() == "xla"
+    assert engine_options("cpu", "auto") == {"strategy": "auto"}
+
+
+def test_what_does_not_go_together():
+    with pytest.raises(ConfigError, match=r"trainer.accelerator='cpu': is not what .*SPMDStrategy drives; use xla"):
+        engine_options("cpu", AS_CONFIGURED)
+    with pytest.raises(ConfigError, match=r"trainer.strategy='ddp': does not drive tpu; use auto, or xla_spmd"):
+        engine_options("tpu", "ddp")
+
+
+def test_without_torch_xla_the_line_to_type(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch_xla" else found(name))
+    with pytest.raises(
+        ConfigError, match=r"trainer.accelerator='tpu': needs torch_xla; pip install \"mutransformer\[tpu\]\""
+    ):
+        engine_options("tpu", "auto")
