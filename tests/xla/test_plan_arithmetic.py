@@ -16,6 +16,7 @@ from mutransformer.errors import ConfigError
 from mutransformer.model.axes import ACTIVATIONS
 from mutransformer.model.config import DecoderConfig
 from mutransformer.mup.config import OptimizerConfig
+from mutransformer.training.throughput import tpu_peak
 from mutransformer.verify.capacity import candidates, reckon, remedies
 from mutransformer.verify.capacity_report import overrides, verdict
 from mutransformer.xla.collectives import Sent
@@ -74,6 +75,11 @@ def test_an_unknown_slice_is_refused_with_one_that_exists(name):
     with pytest.raises(ConfigError, match="topology") as refused:
         Slice.parse(name)
     assert re.search(r"v\d\w*[:-]\d|use one of v4, v5e", str(refused.value))
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_a_chip_has_the_peak_that_a_run_measures_itself_by(generation):
+    assert tpu_peak(generation) == CHIPS[generation].flops_per_s
 
 
 def test_an_axis_that_is_a_whole_ring_is_twice_as_fast_as_a_line_of_the_same_links():
