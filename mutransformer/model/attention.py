@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,26 @@ from mutransformer.model.tap import is_recording, tap
 
 MASKED = -1e30
 
+# (q_BHLK, k_BHLK, v_BHLK, scale) -> out_BHLK, causal
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+_kernel: Kernel | None = None
+
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sqrelu": ACTIVATIONS["sqrelu"],
     "elu": lambda s: elu(s) + 1,
 }
+
+
+@contextmanager
+def attending_with(kernel: Kernel) -> Iterator[None]:
+    """Has an engine's kernel for causal softmax attention used in the block, on XLA."""
+    global _kernel
+    previous, _kernel = _kernel, kernel
+    try:
+        yield
+    finally:
+        _kernel = previous
 
 
 def causal_scores(q_BHLK: torch.Tensor, k_BHMK: torch.Tensor, scale: float) -> torch.Tensor:
@@ -159,9 +176,13 @@ def attention(
     if cache is not None:
         k_BGLK, v_BGLK = cache.extend(k_BGLK, v_BGLK)
     k_BHLK, v_BHLK = _repeat_heads(k_BGLK, config.n_head), _repeat_heads(v_BGLK, config.n_head)
-    # on XLA the kernel would be taken apart, with a softmax in the compute dtype
-    is_fused = config.attention_activation == "softmax" and x_BLD.device.type != "xla"
-    attend = fused_attention if is_fused else plain_attention
-    out_BHLK = tap("attention_mixed", attend(q_BHLK, k_BHLK, v_BHLK, config, scale, visible))
+    is_softmax = config.attention_activation == "softmax"
+    if is_softmax and x_BLD.device.type != "xla":  # where torch's kernel would be taken apart, softmax in bfloat16
+        out_BHLK = fused_attention(q_BHLK, k_BHLK, v_BHLK, config, scale, visible)
+    elif is_softmax and _kernel is not None and visible is None and not is_recording():
+        out_BHLK = _kernel(q_BHLK, k_BHLK, v_BHLK, scale)
+    else:
+        out_BHLK = plain_attention(q_BHLK, k_BHLK, v_BHLK, config, scale, visible)
+    out_BHLK = tap("attention_mixed", out_BHLK)
     out_BLD = linear(out_BHLK.transpose(1, 2), layer["w_attention_out"], layer.get("b_attention_out"), n_summed=2)
     return tap("attention_output", out_BLD)

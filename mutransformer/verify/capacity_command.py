@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,8 @@ def plan_command(
     precision = str(trainer["precision"])
     slice_ = Slice.parse(topology)
     strategy = trainer["strategy"].get("init_args") or {} if isinstance(trainer["strategy"], Mapping) else {}
+    if strategy.get("flash_attention"):
+        print("note: planned with attention written out, which holds its scores; see docs/plan.md", file=sys.stderr)
     defaults = {"mesh_rows": -1, "mesh_cols": 1, "shard_vocab": False, **strategy}
     given = {"mesh_rows": mesh_rows, "mesh_cols": mesh_cols, "shard_vocab": shard_vocab}
     rows, cols, is_vocab_cut = (defaults[name] if value is None else value for name, value in given.items())

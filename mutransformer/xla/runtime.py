@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch_xla
 import torch_xla.debug.metrics as xla_metrics
@@ -16,6 +18,22 @@ def start() -> int:
     if not xr.is_spmd():
         xr.use_spmd()
     return xr.global_runtime_device_count()
+
+
+def keep_compiled(folder: str) -> None:
+    """Keeps compiled graphs in a folder for later runs; CPU devices cannot read them back, so there it only warns.
+
+    Args:
+        folder: made if it is missing; on a shared disk each host has a folder of its own below it.
+    """
+    if xr.device_type() != "TPU":
+        warnings.warn(
+            f"trainer.strategy.compilation_cache: {xr.device_type()} devices cannot read back what they compiled, so "
+            "nothing is kept",
+            stacklevel=2,
+        )
+        return
+    xr.initialize_cache(f"{folder}/host-{xr.process_index()}")
 
 
 def device() -> torch.device:

@@ -6,6 +6,7 @@ copies shardings from weights to gradients; here the layer marks both itself, so
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -109,11 +110,18 @@ def _keeping(*targets: Any) -> Callable[..., Any]:
             for group in (of_stream, of_backward):
                 if any(source in group for source in node.all_input_nodes):
                     group.add(node)
-            if node.target in targets and node in of_stream and node not in of_backward:
+            is_kept = node.target in targets or (targets and _is_of_flash_attention(node))
+            if is_kept and node in of_stream and node not in of_backward:
                 kept.append(node)
         return _extract_fwd_bwd_modules(joint, kept, [], num_fwd_outputs=num_fwd_outputs)
 
     return partition
+
+
+def _is_of_flash_attention(node: torch.fx.Node) -> bool:
+    """Whether a node is a result of the kernel, which the backward pass needs and would run it again for."""
+    source = node.all_input_nodes[0].target if node.target is operator.getitem else None
+    return "fa_custom_forward" in str(source)
 
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {

@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from mutransformer.errors import ConfigError
+from mutransformer.model.attention import attending_with
 from mutransformer.model.axes import marking
 from mutransformer.model.decoder import Decoder
-from mutransformer.xla import runtime, sharding, shards
+from mutransformer.xla import flash, runtime, sharding, shards
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.precision import CastAtUse
 from mutransformer.xla.scan import choose_layers
@@ -40,15 +41,27 @@ class SPMDStrategy(Strategy):
         mesh_rows: devices on axis X, over which batches and, as in FSDP, weights are cut; -1: what mesh_cols leaves.
         mesh_cols: devices on axis Y, over which heads and features are cut; -1: what mesh_rows leaves.
         shard_vocab: also cut embedding and unembedding over X by the vocabulary.
+        flash_attention: use torch_xla's Pallas kernel for causal softmax attention; on TPU, with jax.
+        compilation_cache: folder that keeps compiled graphs for later runs, on TPU; null: none.
     """
 
     strategy_name = "xla_spmd"
 
-    def __init__(self, mesh_rows: int = -1, mesh_cols: int = 1, shard_vocab: bool = False, **lightning: Any) -> None:
+    def __init__(
+        self,
+        mesh_rows: int = -1,
+        mesh_cols: int = 1,
+        shard_vocab: bool = False,
+        flash_attention: bool = False,
+        compilation_cache: str | None = None,
+        **lightning: Any,
+    ) -> None:
         super().__init__(**lightning)
         self.mesh_rows = mesh_rows
         self.mesh_cols = mesh_cols
         self.shard_vocab = shard_vocab
+        self.flash_attention = flash_attention
+        self.compilation_cache = compilation_cache
         self.watch = CompilationWatch()
         self._sharding: Sharding | None = None
         self._specs: dict[str, Spec] = {}
@@ -64,6 +77,8 @@ class SPMDStrategy(Strategy):
         """The mesh and its table; starts the client."""
         if self._sharding is None:
             n_devices = runtime.start()
+            if self.compilation_cache is not None:
+                runtime.keep_compiled(self.compilation_cache)
             shape = MeshShape.of(self.mesh_rows, self.mesh_cols, n_devices, xr.process_count())
             self._sharding = Sharding(shape, self.shard_vocab)
             rank_zero_only.rank = self.global_rank
@@ -160,6 +175,8 @@ class SPMDStrategy(Strategy):
         """
         self.sharding.shape.check_model(config, self.shard_vocab)
         self.sharding.shape.check_batch(n_rows, n_parts)
+        if self.flash_attention:
+            flash.check_available()
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -196,6 +213,9 @@ class SPMDStrategy(Strategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._marks = ExitStack()
         self._marks.enter_context(marking(self.sharding.mark))
+        if self.flash_attention:
+            flash.check_available()
+            self._marks.enter_context(attending_with(flash.FlashAttention(self.sharding)))
         sharding.activate(self.sharding)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:

@@ -341,6 +341,22 @@ def lost_mark(mesh: list[int]) -> list[str]:
     return found
 
 
+def for_tpu(folder: str) -> tuple[str, list[str]]:
+    """What options that are for TPU alone do on CPU devices: the error of one, the warnings of the other."""
+    from mutransformer.errors import ConfigError
+    from mutransformer.xla.strategy import SPMDStrategy
+
+    config = make_module("dense").config["decoder"]
+    try:
+        SPMDStrategy(4, 2, flash_attention=True).check(config, N_ROWS)
+    except ConfigError as error:
+        refused = str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        SPMDStrategy(4, 2, compilation_cache=folder).check(config, N_ROWS)
+    return refused, [str(warning.message) for warning in caught]
+
+
 def command(argv: list[str]) -> int:
     """The command line in this process."""
     from mutransformer.cli import main

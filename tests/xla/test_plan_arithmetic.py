@@ -393,6 +393,12 @@ def test_the_mesh_is_that_of_the_run_unless_it_is_given(capsys):
     assert json.loads(output.out)["mesh"] == {"rows": 8, "cols": 2, "shard_vocab": False}
 
 
+def test_flash_attention_is_said_not_to_be_planned(capsys):
+    options = ("--data.tokens_per_batch=65536", "--topology=v5e:4x4", "--trainer.strategy.mesh_rows=16")
+    assert plan(capsys, *options)[1].err == ""
+    assert "attention written out" in plan(capsys, *options, "--trainer.strategy.flash_attention=true")[1].err
+
+
 def test_a_search_prints_the_best_first_and_what_to_paste(capsys):
     code, output = plan(capsys, "--search", "--topology=v5e:2x2", "--data.tokens_per_batch=262144")
     lines = output.out.splitlines()

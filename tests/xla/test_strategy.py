@@ -148,6 +148,14 @@ def read(path):
         return {tuple(v for k, v in row.items() if k != "value"): float(row["value"]) for row in csv.DictReader(file)}
 
 
+def test_what_is_for_tpu_alone(tmp_path):
+    refused, warned = on_devices.run(8, "for_tpu", folder=str(tmp_path))
+    assert refused == "trainer.strategy.flash_attention=True: runs on TPU, not on CPU devices; use false"
+    (message,) = warned
+    assert message.startswith("trainer.strategy.compilation_cache: CPU devices cannot read back what they compiled")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_describe_is_the_same(capsys):
     options = ["describe", "--config", str(CONFIGS / "small.yaml"), "--format=json"]
     assert main(options) == 0
