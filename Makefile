@@ -18,7 +18,7 @@ CHECK_VERSION = import sys; v = sys.version_info[:2]; sys.exit("mutransformer ne
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup fit coordcheck transfer test test-slow lint format type contracts check docs clean distclean
+.PHONY: help setup fit coordcheck transfer test test-slow lint format type contracts check docs plan-env clean distclean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -74,6 +74,12 @@ check: lint type contracts ## Run lint, type and contracts
 
 docs: $(STAMP) ## Write the configuration reference anew
 	$(BIN)/python scripts/generate_reference.py
+
+plan-env: $(STAMP) ## Make the environment that `mutransformer plan` compiles in, .venv-plan; Python 3.10 to 3.12
+	$(PYTHON) -m venv $(VENV)-plan
+	$(VENV)-plan/bin/python -m pip install --disable-pip-version-check \
+		$$($(BIN)/python -c 'from mutransformer.xla.libtpu import VERSIONS; print(*map("==".join, VERSIONS.items()))')
+	@echo 'use it by: export MUTRANSFORMER_PLAN_PYTHON=$(VENV)-plan/bin/python'
 
 clean: ## Remove caches and build output; runs and the environment stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -29,6 +29,7 @@ from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, Rol
 from mutransformer.mup.roles import Role
 from mutransformer.training.optimizer import param_groups
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
+from mutransformer.xla.strategy import SPMDStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -340,7 +341,8 @@ def settings():
     """Dotted keys of all settings."""
     listed = {key for rows in tables(CONFIGURATION) for row in rows for key in code(row.get("key", ""))}
     decay = {key.replace("lr_multiplier", "weight_decay_multiplier") for key in listed}
-    return listed | decay | {f"trainer.{name}" for name in inspect.signature(Trainer).parameters}
+    strategy = {f"trainer.strategy.{name}" for name in inspect.signature(SPMDStrategy).parameters}
+    return listed | decay | strategy | {f"trainer.{name}" for name in inspect.signature(Trainer).parameters}
 
 
 @each_document

@@ -37,6 +37,7 @@ COMMANDS = {
     "transfer": "sweep learning rate and width: does the best learning rate stay? PASS or FAIL, SP must fail",
     "prepare": "fill the token cache of a config without training",
     "data": "list the token caches, and which of them a config would use (--verify compares hashes)",
+    "plan": "experimental: does a run fit a TPU slice that is not there? FITS or DOES NOT FIT, with a step's estimate",
     "checkpoint": "consolidate FOLDER FILE: write a folder of shards, as a run on XLA leaves it, as one file",
     "describe": "print the parameter plan: role, init, learning rate and decay of every tensor; makes no weights",
 }

@@ -94,6 +94,12 @@ ALIASES = {
 }
 
 
+# command -> options that say yes by themselves there; `--search` is a number to another
+FLAGS: dict[str, tuple[str, ...]] = {
+    "plan": ("--analytic", "--search", "--json", "--topologies", "--shard_vocab"),
+}
+
+
 class RunCLI(LightningCLI):
     """Parses one subcommand, wires data, model and trainer, runs it.
 
@@ -113,7 +119,8 @@ class RunCLI(LightningCLI):
     def __init__(self, subcommand: str, args: list[str]) -> None:
         _quiet_libraries()
         self._only = subcommand = METHODS.get(subcommand, subcommand)
-        self._args = args
+        flags = FLAGS.get(subcommand, ())
+        self._args = args = [f"{arg}=true" if arg in flags else arg for arg in args]
         self._given = given_keys(args)
         self._resumed: Resumed | None = None
         super().__init__(

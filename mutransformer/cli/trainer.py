@@ -19,7 +19,7 @@ from mutransformer.training.throughput import MfuConvention
 from mutransformer.verify.search import DEFAULT_SPACE, Space
 
 # commands that need no device of their own: they train nothing, or make a Trainer for each of many runs
-WITHOUT_TRAINER = ("describe", "prepare", "list_caches", "coordcheck", "transfer", "sample", "export")
+WITHOUT_TRAINER = ("describe", "prepare", "list_caches", "coordcheck", "transfer", "sample", "export", "plan")
 NEED_CHECKPOINT = ("validate", "test", "sample", "export")
 METHODS = {"data": "list_caches"}  # command -> method, where a section of the config has the command's name
 
@@ -274,6 +274,58 @@ class RunTrainer(Trainer):
             verdict = run_transfer(settings, grid, Path(out), **options)
         if verdict is not None and not verdict.passed:
             raise CheckFailed(f"{verdict}; see {out}/verdict.json")
+
+    def plan(
+        self,
+        model: Any,
+        datamodule: TextDataModule,
+        topology: str = "v5e:4x4",
+        mesh_rows: int | None = None,
+        mesh_cols: int | None = None,
+        shard_vocab: bool | None = None,
+        analytic: bool = False,
+        search: bool = False,
+        effort: Literal["full", "fast"] = "full",
+        json: bool = False,
+        topologies: bool = False,
+        compiler_python: str | None = None,
+    ) -> None:
+        """Experimental: does a run fit a TPU slice, with which collectives, and what would a step take at best?
+
+        The real step is traced without weights and compiled for the slice, which need not be there.
+
+        Args:
+            topology: slice, as in v5e:16x16 or v5litepod-256.
+            mesh_rows: devices on axis X, -1 for what mesh_cols leaves; null: trainer.strategy's.
+            mesh_cols: devices on axis Y, -1 for what mesh_rows leaves; null: trainer.strategy's.
+            shard_vocab: also cut embedding and unembedding over X by the vocabulary; null: trainer.strategy's.
+            analytic: by arithmetic alone, in a second, without the compiler.
+            search: try all meshes, rematerialization policies and micro-batches, and compile the best few.
+            effort: the compiler's; `fast` takes a third of the time and may be off by 15 percent.
+            json: print JSON.
+            topologies: print the slices that are known, and nothing else.
+            compiler_python: a Python that has the extra `plan`; null: MUTRANSFORMER_PLAN_PYTHON, or this one.
+        """
+        from mutransformer.verify.capacity_command import plan_command
+        from mutransformer.xla.slices import topologies_table
+
+        if topologies:
+            print(topologies_table())
+            return
+        plan_command(
+            model,
+            tokens_per_batch=datamodule.tokens_per_batch,
+            trainer=self.resolve()["trainer"],
+            topology=topology,
+            mesh_rows=mesh_rows,
+            mesh_cols=mesh_cols,
+            shard_vocab=shard_vocab,
+            analytic=analytic,
+            search=search,
+            effort=effort,
+            as_json=json,
+            compiler_python=compiler_python,
+        )
 
     def sample(
         self,

@@ -11,6 +11,7 @@ import lightning
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import mutransformer
@@ -161,23 +162,36 @@ class DecoderModule(LightningModule):
         return cross_entropy_sum(logits_BLV, tokens[:, 1:], batch.get("mask"))
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
-        """One optimizer step over the whole batch.
+        """One optimizer step over the whole batch, see `step_over`."""
+        out = self.step_over(batch, cast(LightningOptimizer, self.optimizers()), self.manual_backward)
+        cast(LambdaLR, self.lr_schedulers()).step()
+        return out
 
+    def step_over(
+        self,
+        batch: Batch,
+        optimizer: Optimizer | LightningOptimizer,
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    ) -> dict[str, torch.Tensor]:
+        """Gradient, clipping and update; all of a step but the schedule, and without a Trainer.
+
+        Args:
+            batch: one step's.
+            optimizer: of the decoder's parameters.
+            backward: how gradients are computed from the objective.
         Returns:
             `loss`, the mean over the targets that count, and `grad_norm` before clipping; scalars on the device.
         """
-        optimizer = cast(LightningOptimizer, self.optimizers())
         optimizer.zero_grad(set_to_none=True)
         n_targets, n_positions = _counts(batch)
         denominator = n_targets if self.loss_mean_over == "targets" else n_positions
         loss_sums = []
         for part in _split(batch, self.n_micro_batch):
             loss_sum = self.loss_sum(part)
-            self.manual_backward(loss_sum / denominator)
+            backward(loss_sum / denominator)
             loss_sums.append(loss_sum.detach())
         grad_norm = clip_by_global_norm(self.decoder.parameters(), self.gradient_clip)
         optimizer.step()
-        cast(LambdaLR, self.lr_schedulers()).step()
         return {"loss": torch.stack(loss_sums).sum() / n_targets, "grad_norm": grad_norm}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
@@ -263,7 +277,7 @@ def _counts(batch: Batch) -> tuple[torch.Tensor | int, int]:
 
 
 def _split(batch: Batch, n_parts: int) -> list[Batch]:
-    """Parts of nearly equal rows, in order."""
+    """Parts of nearly equal rows, every n-th row: where rows are cut over devices, each device splits its own."""
     if n_parts == 1:
         return [batch]
     n_rows = len(batch["tokens"])
@@ -271,5 +285,10 @@ def _split(batch: Batch, n_parts: int) -> list[Batch]:
         raise ConfigError(
             "trainer.accumulate_grad_batches", n_parts, f"a batch has {n_rows} sequences to split", f"use {n_rows}"
         )
-    parts = {name: tensor.tensor_split(n_parts) for name, tensor in batch.items()}
+    # a view rather than a slice with a step, for which rows would be sent from device to device
+    is_even = n_rows % n_parts == 0
+    parts = {
+        name: tensor.unflatten(0, (-1, n_parts)).unbind(1) if is_even else [tensor[i::n_parts] for i in range(n_parts)]
+        for name, tensor in batch.items()
+    }
     return [{name: chunks[i] for name, chunks in parts.items()} for i in range(n_parts)]

@@ -25,6 +25,7 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _KNOWN_TRIPS = re.compile(r'known_trip_count[":{\s]+n"?[":\s]+(\d+)')
 _NAME = re.compile(r"%([\w.\-]+)")
+_BARE_NAME = re.compile(r"(?:^|, |\*/)\s*([a-zA-Z_][\w.\-]*)(?=,|$)")
 
 # operators whose computation is applied to elements, not run as a part of the program
 _ELEMENTWISE = frozenset(
@@ -84,7 +85,7 @@ class Instruction:
         """Computations that it runs, once each; not a loop's."""
         if self.op in _ELEMENTWISE:
             return []
-        branches = (name for names in _BRANCHES.findall(self.attributes) for name in _NAME.findall(names))
+        branches = (name for names in _BRANCHES.findall(self.attributes) for name in _operands(names))
         return [*_CALLED.findall(self.attributes), *branches]
 
     def attribute(self, name: str) -> str | None:
@@ -132,9 +133,8 @@ class Program:
             if current is not None and (match := _INSTRUCTION.match(line)):
                 inside, attributes = _split_at_parenthesis(match[5])
                 name = match[2]
-                current[name] = Instruction(
-                    name, match[3], match[4], tuple(_NAME.findall(inside)), inside, attributes, bool(match[1])
-                )
+                operands = () if match[4] in ("constant", "parameter") else _operands(inside)
+                current[name] = Instruction(name, match[3], match[4], operands, inside, attributes, bool(match[1]))
             elif not line[:1].isspace() and (match := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
                 current = computations[match[2]] = {}
                 entry = match[2] if match[1] else entry
@@ -211,6 +211,11 @@ def _split_at_parenthesis(text: str) -> tuple[str, str]:
         if depth == 0:
             return text[:i], text[i + 1 :]
     return text, ""
+
+
+def _operands(inside: str) -> tuple[str, ...]:
+    """Names between an operator's parentheses: with `%`, as compilers print them, or bare, as jax does."""
+    return tuple((_NAME if "%" in inside else _BARE_NAME).findall(inside))
 
 
 def _integer(instruction: Instruction) -> int | None:

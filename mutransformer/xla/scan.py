@@ -15,6 +15,8 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
+from mutransformer.errors import ConfigError
+from mutransformer.model.decoder import Decoder
 from mutransformer.model.layers import Block, Layer, Remat, loop_layers
 from mutransformer.model.linear import CONTRACT
 from mutransformer.model.tap import is_recording
@@ -56,6 +58,19 @@ class ScannedLayers:
             return block(x_BLD, slices["layer"], slices["shared"]), None
 
         return one_layer
+
+
+def choose_layers(decoder: Decoder) -> None:
+    """Sets how a decoder that is on the device runs its layers.
+
+    Raises:
+        ConfigError: rematerialization without a scan.
+    """
+    config = decoder.config
+    if config.scan_layers:
+        decoder.run_layers = ScannedLayers(config.remat)
+    elif config.remat != "none":
+        raise ConfigError("model.decoder.remat", config.remat, "needs scan_layers on XLA", "use scan_layers true")
 
 
 class _Scan(torch.autograd.Function):

@@ -30,7 +30,7 @@ from mutransformer.model.decoder import Decoder
 from mutransformer.xla import flash, runtime, sharding, shards
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.precision import CastAtUse
-from mutransformer.xla.scan import ScannedLayers
+from mutransformer.xla.scan import choose_layers
 from mutransformer.xla.sharding import Sharding, ShardingError, Spec, specs_of_state
 from mutransformer.xla.watch import CompilationWatch
 
@@ -217,13 +217,8 @@ class SPMDStrategy(Strategy):
             self.sharding.shard(parameter.data, self._specs[name])
         if getattr(self._module, "compile_decoder", False):
             raise ConfigError("model.compile", True, "is not for XLA, which compiles by itself", "use false")
-        if decoder.config.scan_layers:
-            self._marks.callback(setattr, decoder, "run_layers", decoder.run_layers)
-            decoder.run_layers = ScannedLayers(decoder.config.remat)
-        elif decoder.config.remat != "none":
-            raise ConfigError(
-                "model.decoder.remat", decoder.config.remat, "needs scan_layers on XLA", "use scan_layers true"
-            )
+        self._marks.callback(setattr, decoder, "run_layers", decoder.run_layers)
+        choose_layers(decoder)
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._marks.close()

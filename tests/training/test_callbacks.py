@@ -69,16 +69,16 @@ def test_without_a_checkpoint_the_message_says_so(tmp_path):
     assert not (tmp_path / "version_0" / "checkpoints").exists()
 
 
-def test_on_a_device_the_flag_is_read_when_metrics_are_due_and_before_a_checkpoint():
-    """Metrics are due at step 20: they and the flag are read when step 21 has been sent."""
+def test_on_a_device_a_step_is_read_when_metrics_are_due_and_before_a_checkpoint():
+    """Metrics are due at step 20: they and the loss are read when step 21 has been sent."""
 
     def after_a_bad_step(step):
         callback = DetectNonFinite(RunCheckpoint())
         trainer = SimpleNamespace(log_every_n_steps=10)
         for trainer.global_step in range(step, 22):
-            loss = float("nan") if trainer.global_step == step else 1.0
-            outputs = {"loss": torch.tensor(loss), "grad_norm": torch.tensor(1.0)}
-            callback.on_train_batch_end(trainer, SimpleNamespace(device=torch.device("cuda")), outputs, None, 0)
+            loss = float("nan") if trainer.global_step >= step else 1.0  # weights that are not finite once stay so
+            outputs = {name: OnDevice(value) for name, value in (("loss", loss), ("grad_norm", 1.0))}
+            callback.on_train_batch_end(trainer, None, outputs, None, 0)
         return callback, trainer
 
     for step in (15, 20):
@@ -87,6 +87,15 @@ def test_on_a_device_the_flag_is_read_when_metrics_are_due_and_before_a_checkpoi
     callback, trainer = after_a_bad_step(21)
     with pytest.raises(NonFiniteError, match="at step 21"):
         callback.on_save_checkpoint(trainer, None, {})
+
+
+class OnDevice(float):
+    """A number that lies on a GPU."""
+
+    device = torch.device("cuda")
+
+    def item(self):
+        return float(self)
 
 
 def test_weights_that_are_not_finite_are_not_saved_even_where_the_loss_was(tmp_path):

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gcs_server import file_system, gcs_server
 from helpers import normal
 
 from mutransformer.errors import SaveError
 from mutransformer.training.checkpoint import AtomicCheckpointIO, remove_unfinished
 from mutransformer.xla import shards
 from mutransformer.xla.shards import DamagedCheckpointError, HostShards
-
-# gcsfs hands aiohttp bytes, not a stream
-pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 
 def cut(whole, rows, cols, n_replicas=1):
@@ -140,32 +136,13 @@ def test_what_stepped_aside_comes_back_and_what_was_not_finished_goes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_0000000{n}.ckpt" for n in (3, 4, 7)]
 
 
-def test_on_an_object_store():
-    with gcs_server():
-        path = "gs://bucket/runs/step_00000003.ckpt"
-        io = AtomicCheckpointIO()
-        io.save_checkpoint(checkpoint(3)[0], path)
-        io.save_checkpoint(checkpoint(3, seed=7)[0], path)
-        assert torch.equal(load_plain_tensors(path), checkpoint(3, seed=7)[1])
-        assert file_system().cat_file("bucket/runs/step_00000003.ckpt/current") == b"step-3-again"
-        assert not shards.is_unfinished(path)
-        io.remove_checkpoint(path)
-        assert not file_system().exists("bucket/runs/step_00000003.ckpt")
-
-
-def load_plain_tensors(path):
-    return AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["decoder.w.a"]
-
-
 def in_a_group(rank, folder, port, fails):
     """One of two hosts: each has the rows of one half, and both have what is not cut."""
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    tree, a, b = checkpoint()
-    for keys, whole, n in (("decoder.w.a", a, 4), ("decoder.b", b, 4)):
-        parts = tree["state_dict"][keys].parts
-        tree["state_dict"][keys].parts = {
-            at: part for at, part in parts.items() if keys == "decoder.b" or (at[0] >= n) == (rank == 1)
-        }
+    tree = checkpoint()[0]
+    shards_of_a = tree["state_dict"]["decoder.w.a"]
+    shards_of_a.parts = {at: part for at, part in shards_of_a.parts.items() if (at[0] >= 4) == (rank == 1)}
+    del tree["optimizer_states"]
     if fails and rank == 1:
         shards.verify = lambda *args: (_ for _ in ()).throw(OSError("no space"))
     try:
