@@ -75,7 +75,7 @@ class Sharding:
         return {"X": self.shape.rows, "Y": self.shape.cols, None: 1}
 
     def check(self, name: str, tensor: torch.Tensor, spec: Spec) -> None:
-        """Raises ShardingError where the buffers are not cut as `spec` says; reads where they lie, not what is in them."""
+        """Raises ShardingError where the buffers are not cut as `spec` says; reads where they lie, not their values."""
         sizes = [size // self._parts[to] for size, to in zip(tensor.shape, spec, strict=True)]
         found = places(tensor)
         if self.shape.n_hosts == 1 and len(found) == self.shape.n_devices:
