@@ -99,7 +99,7 @@ def places(tensor: torch.Tensor) -> list[tuple[slice, ...]]:
     if torch_xla._XLAC._get_xla_sharding_type(tensor) is None or tensor.dim() == 0:
         return [whole]
     found = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
-    return [whole if where is Ellipsis else tuple(where) for _, where in found]
+    return [whole if where is Ellipsis else tuple(slice(p.start, p.stop) for p in where) for _, where in found]
 
 
 def local_shards(tensor: torch.Tensor) -> list[tuple[torch.Tensor, tuple[slice, ...]]]:
