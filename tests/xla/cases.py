@@ -174,8 +174,8 @@ def one_process_two_trainers(mesh: list[int]) -> list[float]:
     losses = []
     module = make_module("dense")
     make_trainer(mesh, max_steps=1).fit(module, Batches(*batches(1)), Batches())
-    for trainer, one in ((make_trainer(None), module), (make_trainer(mesh), module), (make_trainer(mesh), None)):
-        one = one or make_module("gqa")
+    for on, one in ((None, module), (mesh, module), (mesh, make_module("gqa"))):
+        trainer = make_trainer(on, limit_val_batches=None)
         trainer.validate(one, Batches(*batches(1)), verbose=False)
         losses.append(one.val_loss.compute().item())
         one.val_loss.reset()
