@@ -149,6 +149,8 @@ def in_a_group(rank, folder, port, fails):
         AtomicCheckpointIO().save_checkpoint(tree, f"{folder}/c")
     except SaveError as error:
         Path(folder, f"error-{rank}").write_text(str(error))
+    finally:
+        torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 @pytest.mark.parametrize("fails", [False, True])
