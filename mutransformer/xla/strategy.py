@@ -6,6 +6,7 @@ place, after the whole of `training_step` or `validation_step`; what is read of 
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, cast
@@ -408,3 +409,5 @@ def _process_group() -> None:
         import torch_xla.distributed.xla_backend  # noqa: F401  # registers the init method
 
         torch.distributed.init_process_group("gloo", init_method="xla://")
+        # its threads must not outlive the interpreter, which would end with SIGABRT in place of its exit code
+        atexit.register(torch.distributed.destroy_process_group)
