@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,27 @@ def elu(x: torch.Tensor) -> torch.Tensor:
 def selu(x: torch.Tensor) -> torch.Tensor:
     """1.0507 x above zero, 1.0507 * 1.6733 (e^x - 1) below."""
     return _SELU_SCALE * torch.where(x > 0, x, _SELU_ALPHA * torch.expm1(x.clamp(max=0)))
+
+
+def swiglu(gate: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * hidden (arXiv 2002.05202)."""
+    return _SwiGLU.apply(gate, hidden)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its arguments for the backward pass and computes silu(gate), a third tensor of their size, again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, hidden)
+        return F.silu(gate) * hidden
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, hidden = ctx.saved_tensors
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        return gradient * hidden * (sigmoid + silu * (1 - sigmoid)), gradient * silu
 
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,10 @@ from mutransformer.model.config import DecoderConfig
 from mutransformer.model.feedforward import feedforward
 from mutransformer.model.layers import Layer, loop_layers
 from mutransformer.model.linear import linear
+from mutransformer.model.loss import cross_entropy_sum, linear_cross_entropy_sum
 from mutransformer.model.norm import rms_norm
 from mutransformer.model.rotary import rotary_table
-from mutransformer.model.tap import tap
+from mutransformer.model.tap import is_recording, tap
 from mutransformer.mup.plan import Plan
 
 
@@ -66,18 +68,64 @@ class Decoder(nn.Module):
         Returns:
             logits_BLV.
         """
+        return self.unembed(self.stream(tokens_BL, positions, document_BL, cache))
+
+    def loss_sum(
+        self,
+        tokens_BL: torch.Tensor,
+        targets_BL: torch.Tensor,
+        mask_BL: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        document_BL: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sum of the cross-entropy over the targets that count, in nats, without ever holding all logits.
+
+        Args:
+            tokens_BL: token ids.
+            targets_BL: token ids that follow them.
+            mask_BL: 1 where a target counts, 0 where it does not; None: all count.
+            positions: see `forward`.
+            document_BL: see `forward`.
+        Returns:
+            Scalar, float32 or wider.
+        """
+        x_BLD = self.stream(tokens_BL, positions, document_BL)
+        if x_BLD.device.type == "xla":  # where the compiler decides what is held
+            return cross_entropy_sum(self.unembed(x_BLD), targets_BL, mask_BL)
+        if is_recording():
+            with torch.no_grad():
+                self.unembed(x_BLD)
+        x_BLD = _times(x_BLD, self.logits_multiplier)
+        masters = self._unembedding(self.get_parameter("embedding").dtype)
+        return linear_cross_entropy_sum(x_BLD, *masters, targets_BL, mask_BL)
+
+    def stream(
+        self,
+        tokens_BL: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_BL: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """The residual stream after the last layer, normalized.
+
+        Args:
+            tokens_BL: token ids.
+            positions: see `forward`.
+            document_BL: see `forward`.
+            cache: see `forward`.
+        Returns:
+            x_BLD.
+        """
         config = self.config
         embedding_VD = self.get_parameter("embedding")
-        dtype = self.compute_dtype or embedding_VD.dtype
-        weights = {name: self.get_parameter(name).to(dtype) for name in self.axes}
-        stacked = {name: weights.pop(name) for name, axes in self.axes.items() if axes[0] == "layers"}
-        weights = {name: used(tensor, self.axes[name]) for name, tensor in weights.items()}
+        dtype = self._dtype
+        stacked = {name: self.get_parameter(name).to(dtype) for name, axes in self.axes.items() if axes[0] == "layers"}
 
         # rows are cast when looked up, so that gradients of a token's many occurrences add up in the masters' dtype
         embedding_VD = used(embedding_VD, self.axes["embedding"])
         x_BLD = _times(F.embedding(tokens_BL, embedding_VD).to(dtype), self.embedding_multiplier)
         if config.embedding_norm:
-            x_BLD = rms_norm(x_BLD, config.norm_eps, weights.get("gain_embedding"))
+            x_BLD = rms_norm(x_BLD, config.norm_eps, self._used("gain_embedding", dtype))
         x_BLD = tap("embedding", x_BLD)
 
         shared = {}
@@ -95,10 +143,24 @@ class Decoder(nn.Module):
         else:
             x_BLD = loop_layers(self.block, x_BLD, stacked, shared, caches=layer_caches)
 
-        x_BLD = rms_norm(x_BLD, config.norm_eps, weights.get("gain_final"))
-        unembedding_VD = weights["embedding" if config.tie_embeddings else "unembedding"]
-        logits_BLV = linear(_times(x_BLD, self.logits_multiplier), unembedding_VD, weights.get("b_unembedding"))
-        return tap("logits", logits_BLV)
+        return rms_norm(x_BLD, config.norm_eps, self._used("gain_final", dtype))
+
+    def unembed(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token from the normalized stream: x_BLD -> logits_BLV."""
+        return tap("logits", linear(_times(x_BLD, self.logits_multiplier), *self._unembedding(self._dtype)))
+
+    def _unembedding(self, dtype: torch.dtype) -> tuple[Any, torch.Tensor | None]:
+        """weight_VD and bias_V, if there is one."""
+        name = "embedding" if self.config.tie_embeddings else "unembedding"
+        return self._used(name, dtype), self._used("b_unembedding", dtype)
+
+    def _used(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """A parameter outside of the layers as it is multiplied with; None if there is no such."""
+        return used(self.get_parameter(name).to(dtype), self.axes[name]) if name in self.axes else None
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.compute_dtype or self.get_parameter("embedding").dtype
 
     def block(self, x_BLD: torch.Tensor, layer: Layer, shared: Layer, cache: LayerCache | None = None) -> torch.Tensor:
         """One layer: attention and feed-forward, each normalized before and added to the residual stream.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from mutransformer.model.activations import ACTIVATIONS
+from mutransformer.model.activations import ACTIVATIONS, swiglu
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.layers import Layer
 from mutransformer.model.linear import linear
@@ -26,7 +25,7 @@ def feedforward(x_BLD: torch.Tensor, layer: Layer, config: DecoderConfig) -> tor
     hidden_BLF = tap("feedforward_hidden", linear(x_BLD, layer["w_ff_in"], layer.get("b_ff_in")))
     if config.activation == "swiglu":
         gate_BLF = tap("feedforward_gate", linear(x_BLD, layer["w_ff_gate"], layer.get("b_ff_gate")))
-        active_BLF = F.silu(gate_BLF) * hidden_BLF
+        active_BLF = swiglu(gate_BLF, hidden_BLF)
     else:
         active_BLF = ACTIVATIONS[config.activation](hidden_BLF)
     active_BLF = tap("feedforward_activation", active_BLF)

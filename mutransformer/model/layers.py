@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mutransformer.model.cache import LayerCache
+from mutransformer.model.linear import ONEDNN
 from mutransformer.model.tap import is_recording
 
 Remat = Literal["none", "block", "dots"]
@@ -20,7 +21,7 @@ Layer = Mapping[str, torch.Tensor]
 # (residual stream, this layer's tensors, what all layers share, this layer's cache if any) -> residual stream
 Block = Callable[..., torch.Tensor]
 
-_DOTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm"))
+_DOTS = (*(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")), *ONEDNN)
 
 
 def loop_layers(

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+
+from mutransformer.model.linear import product
+
+# Logits that are held at a time. On CPU 16 MB in float32, which caches hold: softmax over them takes a third of the
+# time. A device with memory of its own wants large products.
+_CHUNK = {"cpu": 2**22}
+_LARGE_CHUNK = 2**26
 
 
 def cross_entropy_sum(
@@ -23,3 +32,76 @@ def cross_entropy_sum(
         return F.cross_entropy(logits, targets_BL.flatten(), reduction="sum")
     terms = F.cross_entropy(logits, targets_BL.flatten(), reduction="none")
     return (terms * mask_BL.flatten()).sum()
+
+
+def linear_cross_entropy_sum(
+    x_BLD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_BL: torch.Tensor,
+    mask_BL: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`cross_entropy_sum` of the logits x weight^T + bias, which are never whole.
+
+    They are made a few rows at a time, and the gradients at once with them: memory does not grow with the vocabulary
+    times the tokens, and nothing is computed twice.
+
+    Args:
+        x_BLD: products are computed in its dtype, the loss in float32 or wider.
+        weight_VD: in the masters' dtype, which its gradient has too.
+        bias_V: likewise, or None.
+        targets_BL: token ids.
+        mask_BL: 1 where a target counts, 0 where it does not; None: all count.
+    Returns:
+        Scalar.
+    """
+    mask = None if mask_BL is None else mask_BL.flatten()
+    return _LinearCrossEntropy.apply(x_BLD.flatten(0, 1), weight_VD, bias_V, targets_BL.flatten(), mask)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        at_use = weight.to(x.dtype)
+        n_rows = max(1, _CHUNK.get(x.device.type, _LARGE_CHUNK) // len(weight))
+        total = torch.zeros((), dtype=wide, device=x.device)
+        of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
+        grad_x = torch.empty_like(x) if of_x else None
+        # transposed: the shape in which both CPU and GPU multiply fast
+        grad_weight = torch.zeros(x.shape[1], len(weight), dtype=weight.dtype, device=x.device) if of_weight else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and of_bias else None
+        for start in range(0, len(x), n_rows):
+            rows = slice(start, start + n_rows)
+            logits = product(x[rows], at_use)
+            if bias is not None:
+                logits = logits + bias.to(x.dtype)
+            log_p = logits.to(wide).log_softmax(-1)
+            index = targets[rows, None]
+            terms = log_p.gather(1, index).squeeze(1)
+            total -= (terms if mask is None else terms * mask[rows]).sum()
+            if not any(ctx.needs_input_grad):
+                continue
+            gradient = log_p.exp_().scatter_add_(1, index, log_p.new_full((), -1).expand(index.shape))
+            if mask is not None:
+                gradient *= mask[rows, None]
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
+            gradient = gradient.to(x.dtype)
+            if grad_x is not None:
+                grad_x[rows] = product(gradient, at_use.t())
+            if grad_weight is not None:
+                grad_weight += product(x[rows].t(), gradient.t())
+        ctx.gradients = (grad_x, None if grad_weight is None else grad_weight.t(), grad_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*(None if g is None else g * gradient.to(g.dtype) for g in ctx.gradients), None, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -33,5 +35,19 @@ def rotate(x_BHLK: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         out_BHLK, same dtype.
     """
     cos, sin = table.unsqueeze(-3) if table.dim() == 4 else table
-    even, odd = x_BHLK.chunk(2, dim=-1)
-    return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return _Rotation.apply(x_BHLK, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    """Keeps nothing but the table for the backward pass, which rotates back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _Rotation.apply(gradient, cos, -sin), None, None

@@ -18,7 +18,6 @@ import mutransformer
 from mutransformer.errors import ConfigError, NonFiniteError
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.decoder import Decoder
-from mutransformer.model.loss import cross_entropy_sum
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
 from mutransformer.mup.init import initialize
 from mutransformer.mup.plan import Plan
@@ -150,16 +149,15 @@ class DecoderModule(LightningModule):
 
     def forward(self, tokens_BL: torch.Tensor, *where: torch.Tensor | None) -> torch.Tensor:
         """Logits of the next token, see `Decoder.forward`: tokens_BL int64 -> logits_BLV in the compute dtype."""
-        # the decoder casts by itself, the same on every engine; Lightning's mixed precision would cast once more
-        with torch.autocast(tokens_BL.device.type, enabled=False):
+        with _no_autocast(tokens_BL):
             return self.decoder(tokens_BL, *where)
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """Sum of the cross-entropy over the targets that count, in nats; a float32 (or wider) scalar."""
         tokens, positions_BL = batch["tokens"], batch.get("positions")
         document_BL = None if positions_BL is None else (positions_BL == 0).cumsum(1)
-        logits_BLV = self(tokens[:, :-1], positions_BL, document_BL)
-        return cross_entropy_sum(logits_BLV, tokens[:, 1:], batch.get("mask"))
+        with _no_autocast(tokens):
+            return self.decoder.loss_sum(tokens[:, :-1], tokens[:, 1:], batch.get("mask"), positions_BL, document_BL)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
         """One optimizer step over the whole batch, see `step_over`."""
@@ -252,6 +250,11 @@ class DecoderModule(LightningModule):
                         f"use {saved[name]}, or leave it out",
                     )
         self.configure_model()
+
+
+def _no_autocast(tokens: torch.Tensor) -> torch.autocast:
+    """The decoder casts by itself, the same on every engine; Lightning's mixed precision would cast once more."""
+    return torch.autocast(tokens.device.type, enabled=False)
 
 
 def check_finite(state_dict: Mapping[str, Any]) -> None:
