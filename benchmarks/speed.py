@@ -204,12 +204,12 @@ def torch_loop(model: Any, loss_of: Callable[[Any, Any], Any], shape: Shape, bf1
 def our_loop(shape: Shape, bf16: bool, activation: str, engine: str) -> Loop:
     """The package's module under Lightning, with what `mutransformer fit` puts around it."""
     from lightning.pytorch import Callback, Trainer
-    from lightning.pytorch.loggers import CSVLogger
 
     from mutransformer import DecoderConfig, DecoderModule, OptimizerConfig, ParametrizationConfig, ScheduleConfig
     from mutransformer.training.callbacks import DetectNonFinite, StopOnSignal
     from mutransformer.training.engine import engine_options
     from mutransformer.training.run_checkpoint import RunCheckpoint
+    from mutransformer.training.run_folder import RunLogger
     from mutransformer.training.run_metrics import Metrics
 
     config = DecoderConfig(
@@ -239,7 +239,7 @@ def our_loop(shape: Shape, bf16: bool, activation: str, engine: str) -> Loop:
                     xm.wait_device_ops()
                 on_step()
 
-        options: dict[str, Any] = {"accelerator": "cpu"}
+        options: dict[str, Any] = {"accelerator": "cpu", **engine_options("cpu", "auto")}
         if engine == "xla":
             from mutransformer.xla.strategy import SPMDStrategy
 
@@ -249,7 +249,7 @@ def our_loop(shape: Shape, bf16: bool, activation: str, engine: str) -> Loop:
             trainer = Trainer(
                 max_steps=10**6,
                 precision="bf16-mixed" if bf16 else "32-true",
-                logger=CSVLogger(folder),
+                logger=RunLogger(folder),
                 callbacks=[Metrics(), DetectNonFinite(checkpoint), StopOnSignal(checkpoint), OnStep()],
                 enable_model_summary=False,
                 enable_checkpointing=False,
@@ -335,7 +335,7 @@ class Worker:
         ]
         environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
         environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile seconds are those of a first run
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
             command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log
         )
@@ -394,7 +394,8 @@ def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     fastest_peer = max((r["tokens_per_s"] for r in results if r["contender"] in PEERS), default=float("nan"))
     print(f"\n{name}: {shape}, {options.activation}")
     print(
-        f"{'':14} {'tokens/s':>9} {'to plain':>9} {'to fastest':>11} {'CPU s/step':>11} {'peak MB':>8} {'compile s':>10}"
+        f"{'':14} {'tokens/s':>9} {'to plain':>9} {'to fastest':>11} "
+        f"{'CPU s/step':>11} {'peak MB':>8} {'compile s':>10}"
     )
     for r in results:
         plain = (p for p in results if p["contender"] == "plain" and p["precision"] == r["precision"])

@@ -43,9 +43,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, hidden = ctx.saved_tensors
-        sigmoid = gate.sigmoid()
-        silu = gate * sigmoid
-        return gradient * hidden * (sigmoid + silu * (1 - sigmoid)), gradient * silu
+        return torch.ops.aten.silu_backward(gradient * hidden, gate), gradient * F.silu(gate)
 
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

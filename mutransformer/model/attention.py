@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mutransformer.model.activations import ACTIVATIONS, elu
+from mutransformer.model.blockwise import blockwise_attention
 from mutransformer.model.cache import LayerCache
 from mutransformer.model.config import DecoderConfig
 from mutransformer.model.layers import Layer
@@ -119,12 +120,14 @@ def fused_attention(
     scale: float,
     visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention by torch's fused kernel, which never holds the scores; as `plain_attention` otherwise."""
+    """Softmax attention by a kernel that never holds all scores; as `plain_attention` otherwise."""
     if is_recording():
         with torch.no_grad():
             scores = causal_scores(q_BHLK, k_BHMK, scale)
             tap("scores", scores)
             tap("weights", attention_weights(scores, config, visible))
+    if visible is None and q_BHLK.dtype == torch.bfloat16 and q_BHLK.device.type == "cpu":
+        return blockwise_attention(q_BHLK, k_BHMK, v_BHMK, scale)
     return F.scaled_dot_product_attention(
         q_BHLK, k_BHMK, v_BHMK, attn_mask=visible, is_causal=visible is None, scale=scale
     )

@@ -1,8 +1,10 @@
 """Products of tensors: torch's own on GPU, oneDNN's on CPU, and on XLA one contraction whose dimensions stay apart.
 
-On x86 torch hands float32 products to MKL, which runs on AMD's processors at half the speed of oneDNN (110 against 240
-GFLOP/s a core, measured on a Zen 5); bfloat16 goes to oneDNN anyway. On XLA: torch writes a product of many dimensions as reshapes around a matrix product. A dimension sharded on one mesh axis,
-merged with one sharded on another, costs GSPMD all-to-alls; so there the equation is kept, forward and backward.
+torch hands float32 products on x86 to MKL, which runs on AMD's processors at half the speed of oneDNN (110 against 240
+GFLOP/s a core, measured on a Zen 5); bfloat16 goes to oneDNN anyway.
+
+torch writes a product of many dimensions as reshapes around a matrix product. On XLA a dimension sharded on one mesh
+axis, merged with one sharded on another, costs GSPMD all-to-alls; so there the equation is kept, forward and backward.
 """
 
 from __future__ import annotations
@@ -35,11 +37,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return out if bias is None else out + bias
     flat_x = x.flatten(-n_summed) if n_summed > 1 else x
     flat_weight = weight.reshape(-1, flat_x.shape[-1])
-    if bias is None:
-        out = product(flat_x, flat_weight)
-    else:
-        out = product(flat_x, flat_weight) + bias.flatten()
-    return out.unflatten(-1, weight.shape[:-n_summed])
+    out = product(flat_x, flat_weight).unflatten(-1, weight.shape[:-n_summed])
+    return out if bias is None else out + bias
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -50,7 +49,13 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(_dense(x), _dense(weight), None, "none", [], "")
+
+
+def _dense(matrix: torch.Tensor) -> torch.Tensor:
+    """Rows or columns without gaps: of other layouts oneDNN takes some a thousand times slower."""
+    is_dense = matrix.is_contiguous() or (matrix.dim() == 2 and matrix.t().is_contiguous())
+    return matrix if is_dense else matrix.contiguous()
 
 
 # the same under a name that torch.compile leaves alone: it takes oneDNN's own for one with constant weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import instantiate_class
@@ -32,6 +33,7 @@ def engine_options(accelerator: Any, strategy: Any) -> dict[str, Any]:
     if is_spmd and not is_xla:
         raise ConfigError("trainer.accelerator", accelerator, f"is not what {STRATEGY_CLASS} drives", "use xla")
     if not is_xla:
+        _do_not_look_for_tpus()
         return {"strategy": strategy}
     if not is_spmd and strategy != "auto":
         raise ConfigError("trainer.strategy", strategy, f"does not drive {accelerator}", "use auto, or xla_spmd")
@@ -49,8 +51,21 @@ def engine_options(accelerator: Any, strategy: Any) -> dict[str, Any]:
 
 
 def _has_tpu() -> bool:
-    if importlib.util.find_spec("torch_xla") is None:
+    if importlib.util.find_spec("torch_xla") is None or not _has_device_of_google():
         return False
     from lightning.pytorch.accelerators import XLAAccelerator
 
     return XLAAccelerator.is_available()
+
+
+def _has_device_of_google() -> bool:
+    """Whether one is on the PCI bus, as every TPU is: asked before torch_xla is imported to look for one."""
+    return any(path.read_text().strip() == "0x1ae0" for path in Path("/sys/bus/pci/devices").glob("*/vendor"))
+
+
+def _do_not_look_for_tpus() -> None:
+    """Keeps Lightning from importing torch_xla, 100 MB and half a second, to log that there is no TPU."""
+    from lightning.fabric.accelerators.xla import _XLA_AVAILABLE
+
+    if not _has_device_of_google() and not hasattr(_XLA_AVAILABLE, "available"):
+        _XLA_AVAILABLE.available, _XLA_AVAILABLE.message = False, "there is no TPU"

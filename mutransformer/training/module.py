@@ -21,6 +21,7 @@ from mutransformer.model.decoder import Decoder
 from mutransformer.mup.config import OptimizerConfig, ParametrizationConfig, RoleMultipliers
 from mutransformer.mup.init import initialize
 from mutransformer.mup.plan import Plan
+from mutransformer.training.allocator import keep_freed_memory
 from mutransformer.training.metrics import TokenMean
 from mutransformer.training.optimizer import build_optimizer, clip_by_global_norm
 from mutransformer.training.schedule import ScheduleConfig, schedule_factor
@@ -214,6 +215,8 @@ class DecoderModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Sets the learning rates of the first step by formula: a resumed run may have a longer schedule."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
         scheduler = cast(LambdaLR, self.lr_schedulers())
         factor = schedule_factor(scheduler.last_epoch, self.schedule)
         for group, peak in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):

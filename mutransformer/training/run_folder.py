@@ -39,6 +39,11 @@ class RunLogger(CSVLogger):
             self._experiment = _ContinuingWriter(self.log_dir, self._resumed_step)
         return super().experiment
 
+    def _get_next_version(self) -> int:
+        """As Lightning's, which imports gcsfs (60 MB) to ask whether a local folder is on object storage."""
+        versions = (path.name.removeprefix("version_") for path in Path(self._root_dir).glob("version_*/"))
+        return max((int(version) for version in versions if version.isdigit()), default=-1) + 1
+
 
 class _ContinuingWriter(_ExperimentWriter):
     """Lightning's writer of metrics.csv; it would delete the file that is there."""
