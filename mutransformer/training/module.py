@@ -187,7 +187,8 @@ class DecoderModule(LightningModule):
         loss_sums = []
         for part in _split(batch, self.n_micro_batch):
             loss_sum = self.loss_sum(part)
-            backward(loss_sum / denominator)
+            with _no_autocast(part["tokens"]):
+                backward(loss_sum / denominator)
             loss_sums.append(loss_sum.detach())
         grad_norm = clip_by_global_norm(self.decoder.parameters(), self.gradient_clip)
         optimizer.step()
