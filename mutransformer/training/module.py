@@ -141,7 +141,7 @@ class DecoderModule(LightningModule):
         self.decoder = Decoder(self.config["decoder"], self.plan)
         self.initializer(dict(self.decoder.named_parameters()), self.plan, self.seed)
         if self.compile_decoder:
-            self.decoder.compile()
+            self.decoder.compile_block()
 
     def setup(self, stage: str) -> None:
         dtype = compute_dtype(self.trainer.precision)
