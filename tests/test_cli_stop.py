@@ -174,6 +174,14 @@ def test_half_a_row_that_a_kill_left_is_taken_out(tmp_path):
     assert text.split() == ["step,train_loss,val_loss", "1,3.0,", "2,2.5,", "3,2.0,", "5,1.5,1.0"]
 
 
+def test_a_new_run_takes_the_next_number_after_the_folders_that_are_there(tmp_path):
+    assert RunLogger(str(tmp_path / "none")).version == 0
+    (tmp_path / "version_3").mkdir()
+    (tmp_path / "version_old").mkdir()
+    (tmp_path / "version_7").touch()
+    assert RunLogger(str(tmp_path)).version == 4
+
+
 @pytest.mark.parametrize("steps", [[32], [20, 34], [31, 32, 33]])
 def test_shorter_runs_in_a_row_equal_one_long_run(steps, corpus, undisturbed, tmp_path):
     """At the end of an epoch (32 batches), just before, just after, and in the middle of one, several times over."""

@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         return self.compute_dtype or self.get_parameter("embedding").dtype
 
     def compile_block(self) -> None:
-        """Has `torch.compile` make the block's code, once for all layers: the time it takes does not grow with depth."""
+        """Has `torch.compile` make the block's code, once for all layers: its time does not grow with depth."""
         self.block = torch.compile(self.block, dynamic=False)  # type: ignore[method-assign]
 
     def block(self, x_BLD: torch.Tensor, layer: Layer, shared: Layer, cache: LayerCache | None = None) -> torch.Tensor:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from helpers import make_decoder, normal, random_tokens, small
 
-from mutransformer.model.linear import contract, linear
+from mutransformer.model.linear import ONEDNN, contract, linear, product
 from mutransformer.model.loss import cross_entropy_sum
 
 TOKENS = random_tokens(2, 9)
@@ -35,6 +37,41 @@ def test_linear_sums_over_the_last_dimensions(n_summed):
     letters = "abst,hkst->abhk" if n_summed == 2 else "abst,hkt->abshk"
     expected = torch.einsum(letters, x, weight) + bias
     assert torch.allclose(linear(x, weight, bias, n_summed), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "with gaps", "expanded", "three dimensions"])
+def test_float32_products_and_their_gradients_whatever_the_layout(layout):
+    x, weight = {
+        "rows": lambda: (normal(5, 4), normal(3, 4, seed=1)),
+        "columns": lambda: (normal(4, 5).T, normal(4, 3, seed=1).T),
+        "with gaps": lambda: (normal(5, 9)[:, ::2][:, :4], normal(3, 9, seed=1)[:, 2:6]),
+        "expanded": lambda: (normal(5, 1).expand(5, 4), normal(1, 4, seed=1).expand(3, 4)),
+        "three dimensions": lambda: (normal(2, 5, 4), normal(3, 4, seed=1)),
+    }[layout]()
+    gradient = normal(1, seed=2).expand(*x.shape[:-1], 3)
+    found, exact = [], []
+    for dtype, results in ((torch.float32, found), (torch.float64, exact)):
+        a, b = x.to(dtype).detach().requires_grad_(), weight.to(dtype).detach().requires_grad_()
+        out = product(a, b)
+        results += [out.detach(), *torch.autograd.grad(out, (a, b), gradient.to(dtype))]
+    assert all(
+        f.dtype == torch.float32 and torch.allclose(f.double(), e, atol=1e-5) for f, e in zip(found, exact, strict=True)
+    )
+
+
+def test_a_float32_product_of_slices_is_not_left_to_a_slow_path():
+    if not ONEDNN:
+        pytest.skip("products are torch's own here")
+    x, whole = normal(256, 64).float(), normal(256, 512).float()
+    taken = []
+    for weight in (whole[:, :64].contiguous(), whole[:, 64:128]):
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            product(x, weight)
+            times.append(time.process_time() - start)
+        taken.append(min(times))
+    assert taken[1] < 100 * taken[0]  # some thousand times, were the slice handed on as it is
 
 
 def test_contraction_and_its_gradients():

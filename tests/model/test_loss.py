@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import normal, random_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mutransformer.model.loss import cross_entropy_sum
+from mutransformer.model import loss
+from mutransformer.model.linear import linear
+from mutransformer.model.loss import cross_entropy_sum, linear_cross_entropy_sum
 
 LOGITS_BLV = normal(3, 5, 17)
 TARGETS_BL = random_tokens(3, 5)
@@ -47,3 +51,51 @@ def test_bfloat16_logits_give_a_float32_loss():
     assert torch.equal(ours, cross_entropy_sum(logits.float(), TARGETS_BL))
     coarse = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TARGETS_BL.flatten(), reduction="sum")
     assert float(ours) != float(coarse)
+
+
+# From the stream to the loss without the logits
+
+X_BLD, WEIGHT_VD, BIAS_V = normal(3, 5, 6, seed=1), normal(17, 6, seed=2), normal(17, seed=3)
+
+
+@pytest.mark.parametrize("n_logits", [1, 4 * 17, 10**6])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])])
+def test_in_chunks_of_any_size_the_same_loss_and_gradients(monkeypatch, n_logits, with_bias, mask):
+    monkeypatch.setattr(loss, "_CHUNK", {"cpu": n_logits})
+
+    def by(function):
+        leaves = [tensor.clone().requires_grad_() for tensor in (X_BLD, WEIGHT_VD, BIAS_V)[: 3 if with_bias else 2]]
+        value = function(*leaves) / 7
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+    ours = by(lambda x, w, b=None: linear_cross_entropy_sum(x, w, b, TARGETS_BL, mask))
+    whole = by(lambda x, w, b=None: cross_entropy_sum(linear(x, w, b), TARGETS_BL, mask))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(ours, whole, strict=True))
+
+
+def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK", {"cpu": 100})
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
+            return out
+
+    with Sizes():
+        x, weight = X_BLD.clone().requires_grad_(), WEIGHT_VD.clone().requires_grad_()
+        linear_cross_entropy_sum(x, weight, None, TARGETS_BL).backward()
+    assert largest <= max(100, WEIGHT_VD.numel()) < TARGETS_BL.numel() * 17
+
+
+def test_in_bfloat16_the_gradient_of_the_weight_adds_up_in_the_masters_dtype(monkeypatch):
+    x, weight = X_BLD.bfloat16().requires_grad_(), WEIGHT_VD.float().requires_grad_()
+    value = linear_cross_entropy_sum(x, weight, None, TARGETS_BL)
+    value.backward()
+    assert (value.dtype, x.grad.dtype, weight.grad.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    exact = WEIGHT_VD.clone().requires_grad_()
+    cross_entropy_sum(X_BLD @ exact.T, TARGETS_BL).backward()
+    assert (weight.grad - exact.grad).norm() < 0.01 * exact.grad.norm()

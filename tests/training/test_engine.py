@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 
@@ -48,3 +50,17 @@ def test_without_torch_xla_the_line_to_type(monkeypatch):
         ConfigError, match=r"trainer.accelerator='tpu': needs torch_xla; pip install \"mutransformer\[tpu\]\""
     ):
         engine_options("tpu", "auto")
+
+
+NOT_IMPORTED = """
+import sys
+from lightning.pytorch import Trainer
+from mutransformer.training.engine import engine_options
+Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **engine_options("cpu", "auto"))
+sys.exit("torch_xla" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(engine._has_device_of_google(), reason="there may be a TPU, for which Lightning looks")
+def test_a_run_on_cpu_does_not_import_torch_xla():
+    subprocess.run([sys.executable, "-c", NOT_IMPORTED], check=True)
