@@ -325,9 +325,9 @@ def work(contender: str, shape: Shape, bf16: bool, activation: str, threads: int
 class Worker:
     """A contender's process, warmed up."""
 
-    def __init__(self, contender: str, name: str, bf16: bool, options: argparse.Namespace) -> None:
-        self.contender, self.bf16 = contender, bf16
-        command = [sys.executable, __file__, "--work", contender, name, "bf16" if bf16 else "fp32"]
+    def __init__(self, contender: str, shape: Shape, bf16: bool, options: argparse.Namespace) -> None:
+        self.contender, self.bf16, self.n_tokens = contender, bf16, shape.n_rows * shape.sequence_len
+        command = [sys.executable, __file__, "--work", contender, json.dumps(shape), "bf16" if bf16 else "fp32"]
         command += [
             "--activation",
             options.activation,
@@ -357,14 +357,14 @@ class Worker:
             raise RuntimeError(f"{self.contender} ended: {self.log.read()[-2000:]}")
         return json.loads(line)
 
-    def result(self, n_tokens: int) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Medians over the rounds, and ends the process."""
         self.process.communicate("\n")
         step_s = statistics.median(r["step_s"] for r in self.rounds)
         return {
             "contender": self.contender,
             "precision": "bf16" if self.bf16 else "fp32",
-            "tokens_per_s": n_tokens / step_s,
+            "tokens_per_s": self.n_tokens / step_s,
             "cpu_s_per_step": statistics.median(r["cpu_step_s"] for r in self.rounds),
             "peak_mb": self.rounds[-1]["peak_mb"],
             "compile_s": max(0.0, self.first_s - step_s) if self.contender in ("compiled", "compile", "xla") else 0.0,
@@ -386,11 +386,11 @@ def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             if contender == "litgpt" and importlib.util.find_spec("litgpt") is None:
                 print("litgpt is not installed: left out", file=sys.stderr)
                 continue
-            workers.append(Worker(contender, name, bf16, options))
+            workers.append(Worker(contender, shape, bf16, options))
     for _ in range(options.rounds):
         for worker in workers:
             worker.run(options.steps)
-    results = [worker.result(shape.n_rows * shape.sequence_len) for worker in workers]
+    results = [worker.result() for worker in workers]
     fastest_peer = max((r["tokens_per_s"] for r in results if r["contender"] in PEERS), default=float("nan"))
     print(f"\n{name}: {shape}, {options.activation}")
     print(
@@ -424,8 +424,8 @@ def main() -> None:
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        contender, name, precision = options.work
-        work(contender, SHAPES[name], precision == "bf16", options.activation, options.threads)
+        contender, shape, precision = options.work
+        work(contender, Shape(*json.loads(shape)), precision == "bf16", options.activation, options.threads)
         return
     found = {name: compare(name, options) for name in options.shapes}
     if options.json:

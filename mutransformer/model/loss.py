@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from mutransformer.model.linear import product
 
 # Logits that are held at a time. On CPU 16 MB in float32, which caches hold: softmax over them takes a third of the
-# time. A device with memory of its own wants large products.
+# time. A device with memory of its own wants large products. Fewer rows than _MIN_ROWS would have the sum of the
+# weight's gradients, as large as the weight, take longer than the products that it sums.
 _CHUNK = {"cpu": 2**22}
 _LARGE_CHUNK = 2**26
+_MIN_ROWS = 128
 
 
 def cross_entropy_sum(
@@ -43,8 +45,8 @@ def linear_cross_entropy_sum(
 ) -> torch.Tensor:
     """`cross_entropy_sum` of the logits x weight^T + bias, which are never whole.
 
-    They are made a few rows at a time, and the gradients at once with them: memory does not grow with the vocabulary
-    times the tokens, and nothing is computed twice.
+    They are made a few rows at a time, and the gradients at once with them: memory does not grow with the tokens, and
+    nothing is computed twice.
 
     Args:
         x_BLD: products are computed in its dtype, the loss in float32 or wider.
@@ -71,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         at_use = weight.to(x.dtype)
-        n_rows = max(1, _CHUNK.get(x.device.type, _LARGE_CHUNK) // len(weight))
+        n_rows = max(_MIN_ROWS, _CHUNK.get(x.device.type, _LARGE_CHUNK) // len(weight))
         total = torch.zeros((), dtype=wide, device=x.device)
         of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
         grad_x = torch.empty_like(x) if of_x else None

@@ -46,6 +46,28 @@ def flops_per_token(config: DecoderConfig, plan: Plan, convention: MfuConvention
     return 6 * n_weights + 12 * config.n_layer * config.n_head * config.d_head * n_keys
 
 
+def bytes_held(config: DecoderConfig, plan: Plan, n_tokens: int, dtype: torch.dtype) -> float:
+    """Bytes that a training step on one CPU or GPU holds at most, by what the code keeps.
+
+    For `remat: none`, softmax attention and AdamW.
+
+    Masters, gradients and two moments: 16 a parameter, and its cast to a narrower dtype. Of each layer and token: for
+    attention the input, its norm, queries, keys, values and what they give, twice; for the feed-forward the input, its
+    norm, and one, or with a gate three, tensors of the hidden width. Buffers of a fixed size are left out: chunks of
+    logits and of scores.
+
+    Args:
+        config: shape.
+        plan: of the same shape.
+        n_tokens: of a micro-batch.
+        dtype: what is computed in.
+    """
+    cast = dtype.itemsize if dtype.itemsize < 4 else 0
+    attention = config.n_head * config.d_head
+    kept = 4 * config.d_model + 5 * attention + (3 if config.activation == "swiglu" else 1) * config.d_ff
+    return (16 + cast) * plan.count + n_tokens * config.n_layer * kept * dtype.itemsize
+
+
 # Peak operations a second of one device, dense, without sparsity: (bfloat16, TF32, float32); None: it has no such unit.
 # The first name that is part of the device's own, in lower case, holds.
 # Sources: NVIDIA's data sheets for H200, H100, A100, L40S, L40, L4, A40, A10, V100 and T4; its Blackwell architecture

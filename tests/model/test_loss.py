@@ -63,6 +63,7 @@ X_BLD, WEIGHT_VD, BIAS_V = normal(3, 5, 6, seed=1), normal(17, 6, seed=2), norma
 @pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])])
 def test_in_chunks_of_any_size_the_same_loss_and_gradients(monkeypatch, n_logits, with_bias, mask):
     monkeypatch.setattr(loss, "_CHUNK", {"cpu": n_logits})
+    monkeypatch.setattr(loss, "_MIN_ROWS", 1)
 
     def by(function):
         leaves = [tensor.clone().requires_grad_() for tensor in (X_BLD, WEIGHT_VD, BIAS_V)[: 3 if with_bias else 2]]
@@ -76,6 +77,7 @@ def test_in_chunks_of_any_size_the_same_loss_and_gradients(monkeypatch, n_logits
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
     monkeypatch.setattr(loss, "_CHUNK", {"cpu": 100})
+    monkeypatch.setattr(loss, "_MIN_ROWS", 1)
     largest = 0
 
     class Sizes(TorchDispatchMode):
