@@ -17,6 +17,10 @@ All are Llama-shaped: RMSNorm, rotary positions, heads of 64, swiglu with a hidd
 tied embeddings. `--activation relu` trains the plain feed-forward of twice d_model x 4 d_model, for which hf and litgpt
 have no model.
 
+On a GPU, in some ten minutes, with the share of its peak (MFU, causal attention counted):
+
+    python benchmarks/speed.py --device cuda --precisions bf16 --contenders plain compiled hf eager compile --steps 8
+
 bf16: autocast for the others, compute_dtype for ours; masters and optimizer are float32 for all.
 """
 
@@ -40,6 +44,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mutransformer import DecoderConfig, OptimizerConfig, ParametrizationConfig
+from mutransformer.training.throughput import flops_per_token, gpu_peak
+
 
 class Shape(NamedTuple):
     """A model and its batch."""
@@ -50,6 +57,11 @@ class Shape(NamedTuple):
     n_rows: int
     vocab_size: int
     d_head: int = 64
+    ff_multiple: float = 4.0
+
+    @property
+    def d_ff(self) -> int:
+        return round(self.ff_multiple * self.d_model)
 
 
 SHAPES = {
@@ -58,11 +70,17 @@ SHAPES = {
     "wide": Shape(512, 8, 512, 4, 8192),
     "deep": Shape(128, 24, 256, 8, 384),
 }
+GPU_SHAPES = {
+    "350M": Shape(1024, 24, 2048, 16, 32_000, ff_multiple=2.75),
+    "1.3B": Shape(2048, 24, 2048, 8, 32_000, d_head=128, ff_multiple=2.6875),
+}
 OURS = ("eager", "compile", "xla")
 PEERS = ("plain", "compiled", "hf", "litgpt")
 GATED_ONLY = ("hf", "litgpt")
 LEARNING_RATE = 1e-3
 WARMUP = 3
+
+DEVICE = "cuda" if os.environ.get("BENCHMARK_DEVICE") == "cuda" else "cpu"
 
 Loop = Callable[[Callable[[], None]], None]  # trains until `on_step`, called after each step, raises
 
@@ -75,9 +93,9 @@ Loop = Callable[[Callable[[], None]], None]  # trains until `on_step`, called af
 class PlainBlock(nn.Module):
     """A pre-norm block as one would write it by hand."""
 
-    def __init__(self, d_model: int, d_head: int, activation: str) -> None:
+    def __init__(self, d_model: int, d_head: int, d_ff: int, activation: str) -> None:
         super().__init__()
-        self.d_head, d_ff = d_head, 4 * d_model
+        self.d_head = d_head
         self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(d_model, d_ff, bias=False), nn.Linear(d_ff, d_model, bias=False)
         self.gate = nn.Linear(d_model, d_ff, bias=False) if activation == "swiglu" else None
@@ -108,7 +126,9 @@ class PlainDecoder(nn.Module):
     def __init__(self, shape: Shape, activation: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
-        self.blocks = nn.ModuleList(PlainBlock(shape.d_model, shape.d_head, activation) for _ in range(shape.n_layer))
+        self.blocks = nn.ModuleList(
+            PlainBlock(shape.d_model, shape.d_head, shape.d_ff, activation) for _ in range(shape.n_layer)
+        )
         self.norm = nn.RMSNorm(shape.d_model, eps=1e-5)
         self.unembedding = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
         half = shape.d_head // 2
@@ -118,7 +138,8 @@ class PlainDecoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         cos, sin = self.cos.to(dtype), self.sin.to(dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
@@ -127,7 +148,7 @@ class PlainDecoder(nn.Module):
 
 def plain_loop(shape: Shape, bf16: bool, activation: str, compiled: bool = False) -> Loop:
     """The hand-written decoder in a hand-written loop."""
-    model = PlainDecoder(shape, activation)
+    model = PlainDecoder(shape, activation).to(DEVICE)
     if compiled:
         model.compile()
     return torch_loop(model, lambda x, y: next_token_loss(model(x), y), shape, bf16)
@@ -141,7 +162,7 @@ def hf_loop(shape: Shape, bf16: bool, activation: str) -> Loop:
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.d_model,
-        intermediate_size=4 * shape.d_model,
+        intermediate_size=shape.d_ff,
         num_hidden_layers=shape.n_layer,
         num_attention_heads=heads,
         num_key_value_heads=heads,
@@ -151,7 +172,7 @@ def hf_loop(shape: Shape, bf16: bool, activation: str) -> Loop:
         bos_token_id=0,
         eos_token_id=1,
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(DEVICE)
     return torch_loop(model, lambda x, y: model(input_ids=x, labels=x, shift_labels=y.contiguous()).loss, shape, bf16)
 
 
@@ -172,9 +193,9 @@ def litgpt_loop(shape: Shape, bf16: bool, activation: str) -> Loop:
         bias=False,
         norm_class_name="RMSNorm",
         mlp_class_name="LLaMAMLP",
-        intermediate_size=4 * shape.d_model,
+        intermediate_size=shape.d_ff,
     )
-    model = GPT(config)
+    model = GPT(config).to(DEVICE)
     return torch_loop(model, lambda x, y: next_token_loss(model(x), y), shape, bf16)
 
 
@@ -191,7 +212,7 @@ def torch_loop(model: Any, loss_of: Callable[[Any, Any], Any], shape: Shape, bf1
     def loop(on_step: Callable[[], None]) -> None:
         while True:
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
                 loss = loss_of(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -216,6 +237,7 @@ def our_loop(shape: Shape, bf16: bool, activation: str, engine: str) -> Loop:
         d_model=shape.d_model,
         n_layer=shape.n_layer,
         d_head=shape.d_head,
+        ff_multiple=shape.ff_multiple,
         sequence_len=shape.sequence_len,
         vocab_size=shape.vocab_size,
         activation=activation,
@@ -239,7 +261,7 @@ def our_loop(shape: Shape, bf16: bool, activation: str, engine: str) -> Loop:
                     xm.wait_device_ops()
                 on_step()
 
-        options: dict[str, Any] = {"accelerator": "cpu", **engine_options("cpu", "auto")}
+        options: dict[str, Any] = {"accelerator": DEVICE, "devices": 1, **engine_options(DEVICE, "auto")}
         if engine == "xla":
             from mutransformer.xla.strategy import SPMDStrategy
 
@@ -276,7 +298,8 @@ class Endless:
 def random_tokens(shape: Shape) -> Any:
     """The same for every contender: int64 [n_rows, sequence_len + 1]."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(shape.vocab_size, (shape.n_rows, shape.sequence_len + 1), generator=generator)
+    tokens = torch.randint(shape.vocab_size, (shape.n_rows, shape.sequence_len + 1), generator=generator)
+    return tokens.to(DEVICE)
 
 
 def make_loop(contender: str, shape: Shape, bf16: bool, activation: str) -> Loop:
@@ -309,8 +332,10 @@ def work(contender: str, shape: Shape, bf16: bool, activation: str, threads: int
             first_s = time.perf_counter() - start[0]
         if done < asked:
             return
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
         now = time.perf_counter(), time.process_time()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+        peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else peak_resident_mb()
         result = {"wall_s": now[0] - start[0], "cpu_s": now[1] - start[1], "first_s": first_s, "peak_mb": peak}
         print(json.dumps(result), file=answers, flush=True)
         line = sys.stdin.readline()
@@ -320,6 +345,11 @@ def work(contender: str, shape: Shape, bf16: bool, activation: str, threads: int
         start[:] = time.perf_counter(), time.process_time()
 
     make_loop(contender, shape, bf16, activation)(on_step)
+
+
+def peak_resident_mb() -> float:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 class Worker:
@@ -333,7 +363,13 @@ class Worker:
             options.activation,
             *(["--threads", str(options.threads)] if options.threads else []),
         ]
-        environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        environment = {
+            **os.environ,
+            "BENCHMARK_DEVICE": options.device,
+            "PJRT_DEVICE": "CPU",
+            "CPU_NUM_DEVICES": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
         environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile seconds are those of a first run
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
@@ -375,10 +411,25 @@ class Worker:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def run_rounds(workers: list[Worker], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rounds in turn; ends the workers."""
+    for _ in range(options.rounds):
+        for worker in workers:
+            worker.run(options.steps)
+    return [worker.result() for worker in workers]
+
+
+def flops_of(shape: Shape, activation: str) -> float:
+    """FLOPs a token of a step, with causal attention."""
+    names = ("d_model", "n_layer", "d_head", "sequence_len", "vocab_size", "ff_multiple")
+    config = DecoderConfig(**{name: getattr(shape, name) for name in names}, activation=activation)  # type: ignore[arg-type]
+    return flops_per_token(config, config.plan(ParametrizationConfig(), OptimizerConfig()))
+
+
 def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All contenders at one shape, interleaved; prints a table."""
-    shape = SHAPES[name]
-    workers = []
+    """All contenders at one shape, interleaved on CPU; prints a table."""
+    shape = {**SHAPES, **GPU_SHAPES}[name]
+    workers, results = [], []
     for bf16 in (precision == "bf16" for precision in options.precisions):
         for contender in options.contenders:
             if contender in GATED_ONLY and options.activation != "swiglu":
@@ -387,15 +438,15 @@ def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 print("litgpt is not installed: left out", file=sys.stderr)
                 continue
             workers.append(Worker(contender, shape, bf16, options))
-    for _ in range(options.rounds):
-        for worker in workers:
-            worker.run(options.steps)
-    results = [worker.result() for worker in workers]
+            if options.device == "cuda":  # whose memory does not hold them all, and whose clock is steady
+                results += run_rounds([workers.pop()], options)
+    results += run_rounds(workers, options)
+    peak = torch.cuda.is_available() and gpu_peak(torch.cuda.get_device_name(), torch.bfloat16)
     fastest_peer = max((r["tokens_per_s"] for r in results if r["contender"] in PEERS), default=float("nan"))
     print(f"\n{name}: {shape}, {options.activation}")
     print(
         f"{'':14} {'tokens/s':>9} {'to plain':>9} {'to fastest':>11} "
-        f"{'CPU s/step':>11} {'peak MB':>8} {'compile s':>10}"
+        f"{'CPU s/step':>11} {'peak MB':>8} {'compile s':>10}{'    MFU' if peak else ''}"
     )
     for r in results:
         plain = (p for p in results if p["contender"] == "plain" and p["precision"] == r["precision"])
@@ -404,7 +455,8 @@ def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         r["to_fastest_peer"] = r["tokens_per_s"] / fastest_peer
         print(
             f"{r['contender']:9}{r['precision']:5} {r['tokens_per_s']:9,.0f} {r['to_plain']:9.3f} "
-            f"{r['to_fastest_peer']:11.3f} {r['cpu_s_per_step']:11.3f} {r['peak_mb']:8,.0f} {r['compile_s']:10.1f}",
+            f"{r['to_fastest_peer']:11.3f} {r['cpu_s_per_step']:11.3f} {r['peak_mb']:8,.0f} {r['compile_s']:10.1f}"
+            + (f" {r['tokens_per_s'] * flops_of(shape, options.activation) / peak:6.1%}" if peak else ""),
             flush=True,
         )
     return results
@@ -413,9 +465,10 @@ def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the benchmark, or one of its workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, *GPU_SHAPES])
     parser.add_argument("--contenders", nargs="+", choices=(*PEERS, *OURS), default=[*PEERS, *OURS])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--activation", choices=("swiglu", "relu"), default="swiglu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps a round")
@@ -427,7 +480,8 @@ def main() -> None:
         contender, shape, precision = options.work
         work(contender, Shape(*json.loads(shape)), precision == "bf16", options.activation, options.threads)
         return
-    found = {name: compare(name, options) for name in options.shapes}
+    shapes = options.shapes or (GPU_SHAPES if options.device == "cuda" else SHAPES)
+    found = {name: compare(name, options) for name in shapes}
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
