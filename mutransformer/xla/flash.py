@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch_xla.runtime as xr
@@ -35,7 +37,10 @@ class FlashAttention:
     """
 
     def __init__(self, sharding: Sharding) -> None:
+        from torch_xla.experimental import custom_kernel
+
         self._sharding = sharding
+        custom_kernel.trace_pallas = _lower_kernel
 
     def __call__(self, q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLK: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of each position to itself and those before it; out_BHLK, same dtype."""
@@ -45,3 +50,26 @@ class FlashAttention:
         return flash_attention(
             q_BHLK, k_BHLK, v_BHLK, causal=True, sm_scale=scale, partition_spec=spec, mesh=self._sharding.mesh
         )
+
+
+def _lower_kernel(
+    kernel: Callable[..., Any],
+    *args: Any,
+    static_argnums: Any = None,
+    static_argnames: Any = None,
+    use_cache: bool = False,
+    **kwargs: Any,
+) -> tuple[str, list[torch.Tensor]]:
+    """Does what torch_xla's `trace_pallas` does, for TPU wherever it runs, and as jax exports programs.
+
+    Exported kernels are for compilers a few weeks older than jax too. Else jax 0.7.1 writes them in a version that
+    libtpu 0.0.21, which torch_xla 2.9.0 goes with, cannot read (pytorch/xla issue 9614).
+    """
+    import jax
+    from jax._src.interpreters.mlir import LoweringParameters
+    from torch_xla.experimental.custom_kernel import _extract_backend_config, to_jax_shape_dtype_struct
+
+    shapes = [to_jax_shape_dtype_struct(arg) if torch.is_tensor(arg) else arg for arg in args]
+    traced = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames).trace(*shapes, **kwargs)
+    lowered = traced.lower(lowering_platforms=("tpu",), _private_parameters=LoweringParameters(for_export=True))
+    return _extract_backend_config(lowered.compiler_ir()), [arg for arg in args if torch.is_tensor(arg)]
