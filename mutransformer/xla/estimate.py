@@ -62,10 +62,10 @@ def estimate_memory(workload: Workload) -> Memory:
 
     stream = c * w.positions * decoder.d_model
     hidden = c * w.positions * decoder.d_ff // cols * (2 if decoder.activation == "swiglu" else 1)
-    scores = 4 * w.positions * decoder.n_head // cols * decoder.sequence_len
+    scores = 0 if w.flash_attention else 4 * w.positions * decoder.n_head // cols * decoder.sequence_len
     kept_of_layer = {
         "block": stream // cols,
-        "dots": scores + hidden + 7 * stream // cols,
+        "dots": hidden + 8 * stream // cols,
         "none": 2 * scores + 2 * hidden + int(N_KEPT_STREAMS * stream) // cols,
         "unrolled": scores + hidden + int(N_KEPT_STREAMS * stream) // cols,
     }[decoder.remat if decoder.scan_layers else "unrolled"]
@@ -154,7 +154,7 @@ def _memory_traffic(w: Workload) -> float:
     c, decoder, cols = w.compute_bytes, w.decoder, w.mesh.cols
     gathered = sum(w.count(t) for t in decoder.tensors()) // cols
     positions = w.positions * w.n_micro_batch
-    scores = 4 * positions * (decoder.n_head // cols) * decoder.sequence_len
+    scores = 0 if w.flash_attention else 4 * positions * (decoder.n_head // cols) * decoder.sequence_len
     stream, hidden = c * positions * decoder.d_model, c * positions * decoder.d_ff // cols
     times = 2 if decoder.remat == "block" else 1
     layers = decoder.n_layer * (8 * scores + (1 + times) * 3 * (6 * stream + 2 * hidden))

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch_xla.runtime as xr
 
 from mutransformer.errors import ConfigError
 from mutransformer.model.axes import ACTIVATIONS
 from mutransformer.model.config import DecoderConfig
-from mutransformer.xla.sharding import Sharding
+
+if TYPE_CHECKING:
+    from mutransformer.xla.sharding import Sharding
 
 FIELD = "trainer.strategy.flash_attention"
 
 
-def check_available(config: DecoderConfig) -> None:
-    """Raises ConfigError where the kernel cannot run: another attention, no TPU, or no jax to make it with."""
+def check_model(config: DecoderConfig) -> None:
+    """Raises ConfigError where the model has another attention than the kernel's."""
     if config.attention_activation != "softmax":
         raise ConfigError(
             FIELD, True, f"is softmax attention, and the model has {config.attention_activation}", "use false"
         )
+
+
+def check_available(config: DecoderConfig) -> None:
+    """Raises ConfigError where the kernel cannot run: another attention, no TPU, or no jax to make it with."""
+    import torch_xla.runtime as xr
+
+    check_model(config)
     if xr.device_type() != "TPU":
         raise ConfigError(FIELD, True, f"runs on TPU, not on {xr.device_type()} devices", "use false")
     if importlib.util.find_spec("jax") is None:
