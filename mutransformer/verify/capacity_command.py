@@ -23,6 +23,7 @@ def plan_command(
     tokens_per_batch: int,
     trainer: Mapping[str, Any],
     topology: str,
+    within_documents: bool = False,
     mesh_rows: int | None = None,
     mesh_cols: int | None = None,
     shard_vocab: bool | None = None,
@@ -40,6 +41,7 @@ def plan_command(
         trainer: the section `trainer`; its precision is read, its strategy's `flash_attention`, and the strategy for
             what is None below.
         topology: either name of a slice.
+        within_documents: attention stays within documents, which the kernel is not for; planned as if over all.
         mesh_rows: X; -1: what the columns leave.
         mesh_cols: Y; -1: what the rows leave.
         shard_vocab: see `layout.spec_of`.
@@ -56,7 +58,7 @@ def plan_command(
     slice_ = Slice.parse(topology)
     strategy = trainer["strategy"].get("init_args") or {} if isinstance(trainer["strategy"], Mapping) else {}
     defaults = {"mesh_rows": -1, "mesh_cols": 1, "shard_vocab": False, "flash_attention": False, **strategy}
-    has_flash = bool(defaults["flash_attention"])
+    has_flash = bool(defaults["flash_attention"]) and not within_documents
     given = {"mesh_rows": mesh_rows, "mesh_cols": mesh_cols, "shard_vocab": shard_vocab}
     rows, cols, is_vocab_cut = (defaults[name] if value is None else value for name, value in given.items())
     if not analytic and importlib.util.find_spec("torch_xla") is None:
