@@ -85,11 +85,12 @@ def estimate_memory(workload: Workload) -> Memory:
     logits = c * w.positions * decoder.vocab_size + of_unembedding
     # libtpu counts what goes round the loop over layers twice: what is kept with `block`, and the casted weights
     twice = (kept if decoder.remat == "block" else 0) + casts
-    gradients, later = c * in_block + of_unembedding + of_embedding, of_embedding
-    if w.n_micro_batch > 1:  # those of earlier micro-batches have been added up, and the casted unembedding stays
-        gradients, later = gradients + w.master_bytes * sum(on_chip.values()) + of_unembedding, 0
+    gradients = c * in_block + of_unembedding + of_embedding
     # the embedding's gradient is there after the last layer's backward pass, all others' when that begins or in it
-    working = casts + twice + max(layer - later, logits - later - c * in_block, 0)
+    working = casts + twice + max(layer - of_embedding, logits - of_embedding - c * in_block, 0)
+    if w.n_micro_batch > 1:  # gradients so far are added up, the embedding's in a new place; the casted unembedding stays
+        gradients += w.master_bytes * sum(on_chip.values())
+        working += of_embedding + of_unembedding
     return Memory(
         parameters=w.parameter_bytes,
         optimizer=w.optimizer_bytes,

@@ -19,20 +19,25 @@ FIELD = "trainer.strategy.flash_attention"
 
 
 def check_model(config: DecoderConfig) -> None:
-    """Raises ConfigError where the model has another attention than the kernel's."""
+    """Raises ConfigError where the model has another attention than the kernel's, or sequences that it cannot cut."""
     if config.attention_activation != "softmax":
         raise ConfigError(
             FIELD, True, f"is softmax attention, and the model has {config.attention_activation}", "use false"
         )
+    length = config.sequence_len
+    if length not in (128, 256, 512) and length % 1024:  # torch_xla's blocks, of the backward pass above all
+        raise ConfigError(
+            FIELD, True, f"takes sequences of 128, 256, 512 or a multiple of 1024, not of {length}", "use false"
+        )
 
 
 def check_available(config: DecoderConfig) -> None:
-    """Raises ConfigError where the kernel cannot run: another attention, no TPU, or no jax to make it with."""
+    """Raises ConfigError where the kernel cannot run: no TPU, another model, or no jax to make it with."""
     import torch_xla.runtime as xr
 
-    check_model(config)
     if xr.device_type() != "TPU":
         raise ConfigError(FIELD, True, f"runs on TPU, not on {xr.device_type()} devices", "use false")
+    check_model(config)
     if importlib.util.find_spec("jax") is None:
         raise ConfigError(FIELD, True, "needs jax", 'pip install "torch_xla[pallas]==2.9.0"')
 

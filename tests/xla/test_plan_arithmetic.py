@@ -408,12 +408,18 @@ def test_flash_attention_holds_no_scores(capsys):
     assert "written out" in plan(capsys, *options, flash, "--data.attend_across_documents=false")[1].out
 
 
-def test_flash_attention_is_for_softmax_alone(capsys):
-    options = ("--data.tokens_per_batch=65536", "--topology=v5e:4x4", "--trainer.strategy.mesh_rows=16")
-    options += ("--trainer.strategy.flash_attention=true", "--model.decoder.attention_activation=elu")
-    code, output = plan(capsys, *options)
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--model.decoder.attention_activation=elu", "is softmax attention, and the model has elu"),
+        ("--data.sequence_len=640", "takes sequences of 128, 256, 512 or a multiple of 1024, not of 640"),
+    ],
+)
+def test_flash_attention_is_not_for_every_model(capsys, option, says):
+    options = ("--data.tokens_per_batch=81920", "--topology=v5e:4x4", "--trainer.strategy.mesh_rows=16")
+    code, output = plan(capsys, *options, "--trainer.strategy.flash_attention=true", option)
     assert (code, output.out, output.err.count("\n")) == (2, "", 1)
-    assert "is softmax attention, and the model has elu" in output.err
+    assert says in output.err
 
 
 def test_a_search_prints_the_best_first_and_what_to_paste(capsys):
