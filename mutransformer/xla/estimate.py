@@ -15,8 +15,8 @@ from mutransformer.xla.slices import Slice
 from mutransformer.xla.workload import Workload
 
 # float32 arrays as large as the attention scores that the backward pass of a layer has at once; many more where libtpu
-# does not fuse the softmax with what is around it, as happens from 2,048 positions with several sequences on a chip, and
-# one more where `dots` has the backward pass make them again
+# does not fuse the softmax with what is around it, as happens from 2,048 positions with several sequences on a chip;
+# and one more where `dots` has the backward pass make them again
 N_SCORES: Mapping[str, float] = {"none": 2.0, "dots": 3.0, "block": 2.0}
 N_SCORES_APART = 5.75
 APART_FROM = 2048
@@ -88,7 +88,7 @@ def estimate_memory(workload: Workload) -> Memory:
     gradients = c * in_block + of_unembedding + of_embedding
     # the embedding's gradient is there after the last layer's backward pass, all others' when that begins or in it
     working = casts + twice + max(layer - of_embedding, logits - of_embedding - c * in_block, 0)
-    if w.n_micro_batch > 1:  # gradients so far are added up, the embedding's in a new place; the casted unembedding stays
+    if w.n_micro_batch > 1:  # gradients so far are added up, the embedding's in a new place; a casted unembedding stays
         gradients += w.master_bytes * sum(on_chip.values())
         working += of_embedding + of_unembedding
     return Memory(

@@ -1,5 +1,6 @@
 """Causal softmax attention by torch_xla's Pallas kernel, which never holds the scores; on TPU alone, with jax."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import importlib.util
@@ -72,7 +73,7 @@ def _lower_kernel(
     static_argnames: Any = None,
     use_cache: bool = False,
     **kwargs: Any,
-) -> tuple[str, list[torch.Tensor]]:
+) -> tuple[str | None, list[torch.Tensor]]:
     """Does what torch_xla's `trace_pallas` does, for TPU wherever it runs, and as jax exports programs.
 
     Exported kernels are for compilers a few weeks older than jax too. Else jax 0.7.1 writes them in a version that

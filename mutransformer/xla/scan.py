@@ -112,7 +112,7 @@ def _keeping(*targets: Any) -> Callable[..., Any]:
             for group in (of_stream, of_backward):
                 if any(source in group for source in node.all_input_nodes):
                     group.add(node)
-            is_kept = node.target in targets and SCORES not in node.args or (targets and _is_of_flash_attention(node))
+            is_kept = (node.target in targets and SCORES not in node.args) or (targets and _is_of_flash_attention(node))
             if is_kept and node in of_stream and node not in of_backward:
                 kept.append(node)
         return _extract_fwd_bwd_modules(joint, kept, [], num_fwd_outputs=num_fwd_outputs)

@@ -401,7 +401,8 @@ def test_flash_attention_holds_no_scores(capsys):
     assert "attention by the flash kernel" in plan(capsys, *options, flash)[1].out
     _, output = plan(capsys, *options, "--json")
     _, without = plan(capsys, *options, flash, "--json")
-    scores = 4 * 16 * 32 * 256 * 256  # sequences of a chip, heads, queries and keys in float32; four layers keep two each
+    # in float32: sequences of a chip, heads, queries, keys; each of four layers keeps two
+    scores = 4 * 16 * 32 * 256 * 256
     saved = json.loads(output.out)["memory"]["activations"] - json.loads(without.out)["memory"]["activations"]
     assert saved == 4 * 2 * scores
     # attention within documents is written out, whatever the strategy says
