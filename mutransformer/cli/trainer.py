@@ -317,6 +317,7 @@ class RunTrainer(Trainer):
             tokens_per_batch=datamodule.tokens_per_batch,
             trainer=self.resolve()["trainer"],
             topology=topology,
+            within_documents=not datamodule.attend_across_documents,
             mesh_rows=mesh_rows,
             mesh_cols=mesh_cols,
             shard_vocab=shard_vocab,

@@ -19,6 +19,7 @@ from mutransformer.model.rotary import rotate
 from mutransformer.model.tap import is_recording, tap
 
 MASKED = -1e30
+SCORES = "bhlk,bhmk->bhlm"  # the product that makes them
 
 # (q_BHLK, k_BHLK, v_BHLK, scale) -> out_BHLK, causal
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -49,7 +50,7 @@ def causal_scores(q_BHLK: torch.Tensor, k_BHMK: torch.Tensor, scale: float) -> t
         scores_BHLM.
     """
     wide = torch.promote_types(q_BHLK.dtype, torch.float32)
-    return contract("bhlk,bhmk->bhlm", q_BHLK.to(wide), k_BHMK.to(wide)) * scale
+    return contract(SCORES, q_BHLK.to(wide), k_BHMK.to(wide)) * scale
 
 
 def visible_within(document_BL: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,12 @@ from contextlib import ExitStack
 
 import torch
 
+from mutransformer.model.attention import attending_with
 from mutransformer.model.axes import marking
 from mutransformer.model.decoder import Decoder
 from mutransformer.training.module import DecoderModule, compute_dtype
 from mutransformer.training.optimizer import build_optimizer
+from mutransformer.xla import flash
 from mutransformer.xla import sharding as xla_sharding
 from mutransformer.xla.aot import AbstractDevices, Lowered
 from mutransformer.xla.scan import choose_layers
@@ -21,7 +23,9 @@ from mutransformer.xla.sharding import Sharding, specs_of_state
 TOKENS = "batch.tokens"
 
 
-def lower_step(module: DecoderModule, sharding: Sharding, n_sequences: int, precision: str) -> Lowered:
+def lower_step(
+    module: DecoderModule, sharding: Sharding, n_sequences: int, precision: str, flash_attention: bool = False
+) -> Lowered:
     """The program of one optimizer step.
 
     Args:
@@ -29,12 +33,17 @@ def lower_step(module: DecoderModule, sharding: Sharding, n_sequences: int, prec
         sharding: mesh and table.
         n_sequences: in the batch, on all devices together.
         precision: `trainer.precision`.
+        flash_attention: by the strategy's kernel, or written out.
     Returns:
         Arguments: parameters by name, optimizer state as `name.buffer`, `batch.tokens`. Results: `loss`, `grad_norm`,
         then parameters and state again.
+    Raises:
+        ConfigError: the kernel is not for this model, or jax is not there to make it with.
     """
     devices = AbstractDevices(sharding)
     config = module.config["decoder"]
+    if flash_attention:
+        flash.check_available(config)
     with torch.device("meta"):
         decoder = Decoder(config, module.plan)
     specs = {}
@@ -61,5 +70,7 @@ def lower_step(module: DecoderModule, sharding: Sharding, n_sequences: int, prec
         xla_sharding.activate(sharding)
         marks.callback(xla_sharding.activate, None)
         marks.enter_context(marking(sharding.mark))
+        if flash_attention:
+            marks.enter_context(attending_with(flash.FlashAttention(sharding)))
         out = module.step_over({"tokens": tokens}, optimizer)
         return devices.lower([*out.items(), *updated.items()])

@@ -186,13 +186,25 @@ class DecoderModule(LightningModule):
         denominator = n_targets if self.loss_mean_over == "targets" else n_positions
         loss_sums = []
         for part in _split(batch, self.n_micro_batch):
-            loss_sum = self.loss_sum(part)
+            loss_sum = self.loss_sum(self._after_gradients(part) if loss_sums else part)
             with _no_autocast(part["tokens"]):
                 backward(loss_sum / denominator)
             loss_sums.append(loss_sum.detach())
         grad_norm = clip_by_global_norm(self.decoder.parameters(), self.gradient_clip)
         optimizer.step()
         return {"loss": torch.stack(loss_sums).sum() / n_targets, "grad_norm": grad_norm}
+
+    def _after_gradients(self, part: Batch) -> Batch:
+        """A micro-batch; on XLA one that cannot be begun before the gradients of those before it are added up.
+
+        A whole step is one program there, whose compiler would add at the end and have many in memory until then.
+        """
+        if part["tokens"].device.type != "xla":
+            return part
+        from mutransformer.xla.runtime import after
+
+        gradients = [parameter.grad for parameter in self.decoder.parameters() if parameter.grad is not None]
+        return dict(zip(part, after(gradients, part.values()), strict=True))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """Sum of the losses and number of targets, which are added up once the step is sent to the device."""

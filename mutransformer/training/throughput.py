@@ -13,6 +13,7 @@ import torch
 
 from mutransformer.model.config import DecoderConfig
 from mutransformer.mup.plan import Plan
+from mutransformer.xla.slices import device_peak
 
 MfuConvention = Literal["causal", "palm"]
 
@@ -93,17 +94,6 @@ _GPUS: Mapping[str, tuple[float | None, float | None, float]] = {
     "v100": (None, None, 15.7e12),
     "tesla t4": (None, None, 8.1e12),
 }
-# A chip's peak and its devices. Every product is made of bfloat16 ones unless asked otherwise, so one figure stands for
-# all precisions. Source: "System architecture" pages of Google Cloud's TPU documentation; arXiv 1907.10701 for v2.
-_TPUS: Mapping[str, tuple[float, int]] = {
-    "v2": (45e12, 2),
-    "v3": (123e12, 2),
-    "v4": (275e12, 1),
-    "v5p": (459e12, 1),
-    "v5e": (197e12, 1),
-    "v5litepod": (197e12, 1),
-    "v6e": (918e12, 1),
-}
 
 
 def gpu_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
@@ -121,23 +111,13 @@ def gpu_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     return None
 
 
-def tpu_peak(kind: str) -> float | None:
-    """Peak operations a second of one TPU device, as torch_xla counts devices; None: not known.
-
-    Args:
-        kind: generation, or an accelerator type that begins with it, as in "v5p-128".
-    """
-    chip, n_devices = _TPUS.get(kind.lower().removeprefix("tpu").strip(" -").split("-")[0], (None, 1))
-    return None if chip is None else chip / n_devices
-
-
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak operations a second of a device; None where it is not in the tables: a CPU, or one we do not know."""
+    """Peak operations a second of a device; None where it is in no table (this one, `xla/slices.py`'s): a CPU, say."""
     if device.type == "cuda":
         tf32 = torch.get_float32_matmul_precision() != "highest"
         return gpu_peak(torch.cuda.get_device_name(device), dtype, tf32)
     if device.type == "xla" and os.environ.get("PJRT_DEVICE") == "TPU":
-        return tpu_peak(os.environ.get("TPU_ACCELERATOR_TYPE") or os.environ.get("ACCELERATOR_TYPE") or "")
+        return device_peak(os.environ.get("TPU_ACCELERATOR_TYPE") or os.environ.get("ACCELERATOR_TYPE") or "")
     return None
 
 

@@ -133,7 +133,12 @@ class Finding:
 
 
 def workload_of(
-    module: DecoderModule, tokens_per_batch: int, precision: str, mesh: MeshShape, shard_vocab: bool = False
+    module: DecoderModule,
+    tokens_per_batch: int,
+    precision: str,
+    mesh: MeshShape,
+    shard_vocab: bool = False,
+    flash_attention: bool = False,
 ) -> Workload:
     """The step that a module would make.
 
@@ -143,8 +148,9 @@ def workload_of(
         precision: `trainer.precision`.
         mesh: rows and columns.
         shard_vocab: see `layout.spec_of`.
+        flash_attention: whether attention is the strategy's kernel.
     Raises:
-        ConfigError: the model or the batch cannot be cut as the mesh is.
+        ConfigError: the model or the batch cannot be cut as the mesh is, or the kernel is not for this model.
     """
     decoder = module.config["decoder"]
     master_bytes = _MASTER_BYTES.get(precision, 4)
@@ -158,6 +164,7 @@ def workload_of(
         compute_bytes=master_bytes if compute is None else compute.itemsize,
         master_bytes=master_bytes,
         shard_vocab=shard_vocab,
+        flash_attention=flash_attention,
     )
     workload.check()
     return workload
@@ -199,7 +206,9 @@ def compile_step(
 
     started = time.monotonic()
     sharding = Sharding(workload.mesh, workload.shard_vocab)
-    lowered = lower_step(module_for(workload, module), sharding, workload.n_sequences, precision)
+    lowered = lower_step(
+        module_for(workload, module), sharding, workload.n_sequences, precision, workload.flash_attention
+    )
     trace_s = time.monotonic() - started
     compiled = compile_for(lowered, slice_, python, EFFORTS[effort])
     mesh = workload.mesh
@@ -317,6 +326,8 @@ def remedies(finding: Finding) -> list[str]:
     tried: list[tuple[str, Workload]] = []
     if w.decoder.scan_layers:
         tried += [(f"--model.decoder.remat={remat}", w.with_remat(remat)) for remat in ("dots", "block")]
+    if w.decoder.attention_activation == "softmax":
+        tried.append(("--trainer.strategy.flash_attention=true", replace(w, flash_attention=True)))
     for n_micro in (2, 4, 8, 16, 32, 64):
         tried.append(
             (

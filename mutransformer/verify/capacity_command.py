@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from mutransformer.verify.capacity_report import as_dict, report, search_table, 
 from mutransformer.xla.libtpu import CompilationError, find_python
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.slices import Slice
+from mutransformer.xla.workload import Workload
 
 
 def plan_command(
@@ -23,6 +23,7 @@ def plan_command(
     tokens_per_batch: int,
     trainer: Mapping[str, Any],
     topology: str,
+    within_documents: bool = False,
     mesh_rows: int | None = None,
     mesh_cols: int | None = None,
     shard_vocab: bool | None = None,
@@ -37,8 +38,10 @@ def plan_command(
     Args:
         module: before its weights are made.
         tokens_per_batch: on all chips together.
-        trainer: the section `trainer`; its precision is read, and its strategy for what is None below.
+        trainer: the section `trainer`; its precision is read, its strategy's `flash_attention`, and the strategy for
+            what is None below.
         topology: either name of a slice.
+        within_documents: attention stays within documents, which the kernel is not for; planned as if over all.
         mesh_rows: X; -1: what the columns leave.
         mesh_cols: Y; -1: what the rows leave.
         shard_vocab: see `layout.spec_of`.
@@ -54,9 +57,8 @@ def plan_command(
     precision = str(trainer["precision"])
     slice_ = Slice.parse(topology)
     strategy = trainer["strategy"].get("init_args") or {} if isinstance(trainer["strategy"], Mapping) else {}
-    if strategy.get("flash_attention"):
-        print("note: planned with attention written out, which holds its scores; see docs/plan.md", file=sys.stderr)
-    defaults = {"mesh_rows": -1, "mesh_cols": 1, "shard_vocab": False, **strategy}
+    defaults = {"mesh_rows": -1, "mesh_cols": 1, "shard_vocab": False, "flash_attention": False, **strategy}
+    has_flash = bool(defaults["flash_attention"]) and not within_documents
     given = {"mesh_rows": mesh_rows, "mesh_cols": mesh_cols, "shard_vocab": shard_vocab}
     rows, cols, is_vocab_cut = (defaults[name] if value is None else value for name, value in given.items())
     if not analytic and importlib.util.find_spec("torch_xla") is None:
@@ -69,10 +71,12 @@ def plan_command(
     python = None if analytic else find_python(compiler_python)
     try:
         if search:
-            _search(module, tokens_per_batch, precision, slice_, is_vocab_cut, python, effort, as_json)
+            one_row = MeshShape(rows=1, cols=1)
+            workload = workload_of(module, tokens_per_batch, precision, one_row, is_vocab_cut, has_flash)
+            _search(workload, module, precision, slice_, python, effort, as_json)
         else:
             shape = MeshShape.of(rows, cols, slice_.n_chips, slice_.n_hosts)
-            workload = workload_of(module, tokens_per_batch, precision, shape, is_vocab_cut)
+            workload = workload_of(module, tokens_per_batch, precision, shape, is_vocab_cut, has_flash)
             if python is None:
                 finding = reckon(workload, slice_)
             else:
@@ -85,17 +89,14 @@ def plan_command(
 
 
 def _search(
+    workload: Workload,
     module: DecoderModule,
-    tokens_per_batch: int,
     precision: str,
     slice_: Slice,
-    shard_vocab: bool,
     python: str | None,
     effort: str,
     as_json: bool,
 ) -> None:
-    one_row = MeshShape(rows=1, cols=1)
-    workload = workload_of(module, tokens_per_batch, precision, one_row, shard_vocab)
     found = search(workload, slice_, module, precision, python, effort)
     print(json.dumps([as_dict(one) for one in found], indent=2) if as_json else search_table(found))
     if not any(one.fits for one in found):

@@ -44,6 +44,7 @@ def as_dict(finding: Finding) -> dict[str, Any]:
         "sequences_per_step": w.n_sequences,
         "micro_batches": w.n_micro_batch,
         "remat": w.decoder.remat,
+        "flash_attention": w.flash_attention,
         "verdict": "FITS" if finding.fits else "DOES NOT FIT",
         "by": "arithmetic" if compiled is None else "compiler",
         "total_bytes": finding.total_bytes,
@@ -86,7 +87,7 @@ def report(finding: Finding) -> str:
         f"mesh {w.mesh.rows} x {w.mesh.cols}",
         f"{n_parameters:,} parameters, {w.n_tokens:,} tokens a step in {w.n_sequences} sequences"
         + (f" and {w.n_micro_batch} micro-batches" if w.n_micro_batch > 1 else "")
-        + f", remat {w.decoder.remat}",
+        + f", remat {w.decoder.remat}, attention {'by the flash kernel' if w.flash_attention else 'written out'}",
         "",
         "memory on a chip, GiB" + (", by arithmetic" if compiled is None else ""),
         _size("parameters", memory.parameters),
@@ -172,9 +173,9 @@ def _flops(finding: Finding) -> list[str]:
         f"  rematerialization computes {flops.remat_factor:.3f} times what is useful",
     ]
     if compiled is not None:
-        lines.append(
-            f"  traced program: {compiled.traced_flops:.4g}, {compiled.traced_flops / flops.total:.4f} of that"
-        )
+        seen = flops.total - flops.in_kernels
+        lines.append(f"  traced program: {compiled.traced_flops:.4g}, {compiled.traced_flops / seen:.4f} of that")
+        lines[-1] += f" less {flops.in_kernels:.4g} in kernels" if flops.in_kernels else ""
     return lines
 
 

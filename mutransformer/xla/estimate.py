@@ -2,7 +2,7 @@
 
 Weights, optimizer state and what is kept for the backward pass follow from the table. What a compiler needs besides
 follows from its habits: the factors below were read off programs that libtpu 0.0.21 made of this package's step, and
-`tests/xla/test_plan.py` holds the sum to within 15 percent of the compiler's.
+`tests/xla/test_plan_compiled.py` holds the sum to within 15 percent of the compiler's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from mutransformer.xla.slices import Slice
 from mutransformer.xla.workload import Workload
 
 # float32 arrays as large as the attention scores that the backward pass of a layer has at once; many more where libtpu
-# does not fuse the softmax with what is around it, as happens from 2,048 positions with several sequences on a chip
-N_SCORES, N_SCORES_APART = 2.0, 5.75
+# does not fuse the softmax with what is around it, as happens from 2,048 positions with several sequences on a chip;
+# and one more where `dots` has the backward pass make them again
+N_SCORES: Mapping[str, float] = {"none": 2.0, "dots": 3.0, "block": 2.0}
+N_SCORES_APART = 5.75
 APART_FROM = 2048
+LANES = 128
 # arrays in the compute dtype, in a layer's backward pass: as large as the residual stream gathered over Y, as the
-# feed-forward's hidden layer; and that are kept of a layer without rematerialization, as large as the stream on a chip
-N_STREAMS, N_HIDDEN, N_KEPT_STREAMS = 6.0, 1.0, 12.0
+# feed-forward's hidden layer; and that are kept of a layer, as large as the stream on a chip
+N_STREAMS, N_HIDDEN = 6.0, 1.0
+N_KEPT_STREAMS: Mapping[str, float] = {"none": 12.0, "dots": 8.5}
 # weights of so many layers are whole at once
 N_GATHERED = 1.25
 
@@ -61,27 +65,32 @@ def estimate_memory(workload: Workload) -> Memory:
     casts = c * in_block if c != w.master_bytes else 0
 
     stream = c * w.positions * decoder.d_model
-    hidden = c * w.positions * decoder.d_ff // cols * (2 if decoder.activation == "swiglu" else 1)
-    scores = 4 * w.positions * decoder.n_head // cols * decoder.sequence_len
+    activated = c * w.positions * decoder.d_ff // cols
+    hidden = activated * (2 if decoder.activation == "swiglu" else 1)
+    # the kernel has a maximum and a sum of each row of scores in their place, each in so many lanes
+    scores = 4 * w.positions * decoder.n_head // cols * (LANES if w.flash_attention else decoder.sequence_len)
+    kept_scores = 0 if w.flash_attention else scores
     kept_of_layer = {
         "block": stream // cols,
-        "dots": scores + hidden + 7 * stream // cols,
-        "none": 2 * scores + 2 * hidden + int(N_KEPT_STREAMS * stream) // cols,
-        "unrolled": scores + hidden + int(N_KEPT_STREAMS * stream) // cols,
+        "dots": hidden + int(N_KEPT_STREAMS["dots"] * stream) // cols,
+        "none": 2 * kept_scores + hidden + activated + int(N_KEPT_STREAMS["none"] * stream) // cols,
+        "unrolled": kept_scores + hidden + int(N_KEPT_STREAMS["none"] * stream) // cols,
     }[decoder.remat if decoder.scan_layers else "unrolled"]
     kept = decoder.n_layer * kept_of_layer
 
-    is_apart = decoder.sequence_len >= APART_FROM and w.positions > decoder.sequence_len
+    is_apart = not w.flash_attention and decoder.sequence_len >= APART_FROM and w.positions > decoder.sequence_len
     gathered = int(N_GATHERED * c * in_block * w.mesh.rows / decoder.n_layer)
-    layer = int((N_SCORES_APART if is_apart else N_SCORES) * scores + N_STREAMS * stream + N_HIDDEN * hidden) + gathered
+    n_scores = N_SCORES_APART if is_apart else N_SCORES[decoder.remat]
+    layer = int(n_scores * scores + N_STREAMS * stream + N_HIDDEN * hidden) + gathered
     logits = c * w.positions * decoder.vocab_size + of_unembedding
     # libtpu counts what goes round the loop over layers twice: what is kept with `block`, and the casted weights
     twice = (kept if decoder.remat == "block" else 0) + casts
+    gradients = c * in_block + of_unembedding + of_embedding
     # the embedding's gradient is there after the last layer's backward pass, all others' when that begins or in it
     working = casts + twice + max(layer - of_embedding, logits - of_embedding - c * in_block, 0)
-    gradients = c * in_block + of_unembedding + of_embedding
-    if w.n_micro_batch > 1:  # those of earlier micro-batches have been added up
+    if w.n_micro_batch > 1:  # gradients so far are added up, the embedding's in a new place; a casted unembedding stays
         gradients += w.master_bytes * sum(on_chip.values())
+        working += of_embedding + of_unembedding
     return Memory(
         parameters=w.parameter_bytes,
         optimizer=w.optimizer_bytes,
@@ -154,7 +163,7 @@ def _memory_traffic(w: Workload) -> float:
     c, decoder, cols = w.compute_bytes, w.decoder, w.mesh.cols
     gathered = sum(w.count(t) for t in decoder.tensors()) // cols
     positions = w.positions * w.n_micro_batch
-    scores = 4 * positions * (decoder.n_head // cols) * decoder.sequence_len
+    scores = 0 if w.flash_attention else 4 * positions * (decoder.n_head // cols) * decoder.sequence_len
     stream, hidden = c * positions * decoder.d_model, c * positions * decoder.d_ff // cols
     times = 2 if decoder.remat == "block" else 1
     layers = decoder.n_layer * (8 * scores + (1 + times) * 3 * (6 * stream + 2 * hidden))

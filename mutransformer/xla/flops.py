@@ -18,11 +18,14 @@ class StepFlops:
         attention: queries with keys and weights with values, forward and backward, over all pairs of positions: half of
             it is masked, and computed all the same.
         again: what the backward pass computes a second time.
+        in_kernels: of all these, what flash attention's kernels compute. They leave most masked pairs out and make
+            scores again twice, which is about as much.
     """
 
     weights: int
     attention: int
     again: int
+    in_kernels: int = 0
 
     @property
     def useful(self) -> int:
@@ -39,12 +42,13 @@ class StepFlops:
         return self.total / self.useful
 
 
-def step_flops(config: DecoderConfig, n_tokens: int) -> StepFlops:
+def step_flops(config: DecoderConfig, n_tokens: int, flash_attention: bool = False) -> StepFlops:
     """By arithmetic.
 
     Args:
         config: the decoder; its `remat` says what is computed again.
         n_tokens: in a step.
+        flash_attention: by a kernel.
     """
     sizes = config.axis_sizes()
     in_block = {
@@ -56,9 +60,14 @@ def step_flops(config: DecoderConfig, n_tokens: int) -> StepFlops:
     pairs = 2 * config.n_layer * config.n_head * config.d_head * config.sequence_len  # multiply-adds a token
     # the last product of a block is not needed again: its result goes into the stream, which is kept
     recomputed = sum(in_block.values()) - in_block["w_ff_out"] + pairs
-    again = {"none": 0, "dots": 0, "block": 2 * recomputed}[config.remat]
+    scores = 0 if flash_attention else pairs // 2
+    again = 2 * {"none": 0, "dots": scores, "block": recomputed}[config.remat]
+    in_kernels = (6 + 2 * (config.remat == "block")) * pairs if flash_attention else 0
     return StepFlops(
-        weights=6 * (sum(in_block.values()) + head) * n_tokens, attention=6 * pairs * n_tokens, again=again * n_tokens
+        weights=6 * (sum(in_block.values()) + head) * n_tokens,
+        attention=6 * pairs * n_tokens,
+        again=again * n_tokens,
+        in_kernels=in_kernels * n_tokens,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 import torch_xla.runtime as xr
 
@@ -49,6 +51,13 @@ def sync(wait: bool = False) -> None:
         wait: until it is done.
     """
     torch_xla.sync(wait=wait)
+
+
+def after(first: Iterable[torch.Tensor], then: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`then` again, with which the compiled program begins once it has `first`."""
+    later = [tensor.clone() for tensor in then]
+    xm.optimization_barrier_([*first, *later])
+    return later
 
 
 def n_compilations() -> int:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
 from mutransformer.errors import ConfigError
+from mutransformer.model.attention import SCORES
 from mutransformer.model.decoder import Decoder
 from mutransformer.model.layers import Block, Layer, Remat, loop_layers
 from mutransformer.model.linear import CONTRACT
@@ -98,6 +99,7 @@ def _keeping(*targets: Any) -> Callable[..., Any]:
     """A partitioner: the backward pass gets a layer's inputs and what `targets` made of the residual stream.
 
     All else is computed again, gathered weights above all: kept from the forward pass they would undo their sharding.
+    So is the product that makes attention's scores: they are the largest array by far, and soon made.
     What is kept has a mark, as the loop's buffers have none of their own and GSPMD would guess.
     """
 
@@ -110,7 +112,7 @@ def _keeping(*targets: Any) -> Callable[..., Any]:
             for group in (of_stream, of_backward):
                 if any(source in group for source in node.all_input_nodes):
                     group.add(node)
-            is_kept = node.target in targets or (targets and _is_of_flash_attention(node))
+            is_kept = (node.target in targets and SCORES not in node.args) or (targets and _is_of_flash_attention(node))
             if is_kept and node in of_stream and node not in of_backward:
                 kept.append(node)
         return _extract_fwd_bwd_modules(joint, kept, [], num_fwd_outputs=num_fwd_outputs)

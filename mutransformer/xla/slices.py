@@ -1,7 +1,7 @@
 """TPU slices by name: how many chips lie how, what a chip can do by its data sheet, and what libtpu calls the slice.
 
-Numbers are Google's, from the pages "TPU v4", "v5e", "v5p" and "v6e" of the Cloud TPU documentation, except the usable
-memory, which libtpu 0.0.21 states when a program does not fit.
+Numbers are Google's, from the pages "TPU v2" to "v6e" of the Cloud TPU documentation, except the usable memory, which
+libtpu 0.0.21 states when a program does not fit, and the peak of v2, from arXiv 1907.10701.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Chip:
     """A generation of TPU.
 
     Args:
-        flops_per_s: peak of matrix products in bfloat16.
+        flops_per_s: peak of matrix products in bfloat16; others are made of these unless asked otherwise.
         usable_bytes: high-bandwidth memory that a program can have.
         memory_bytes_per_s: peak to and from that memory.
         link_bytes_per_s: peak of one link in one direction; a chip has two links for each dimension of the torus.
@@ -100,6 +100,20 @@ CHIPS: Mapping[str, Chip] = {
         options={},
     ),
 }
+
+# peak of one device, which is half a chip there; nothing is planned for these
+_OLDER: Mapping[str, float] = {"v2": 45e12 / 2, "v3": 123e12 / 2}
+
+
+def device_peak(kind: str) -> float | None:
+    """Peak operations a second of one TPU device, as torch_xla counts devices, in any precision; None: not known.
+
+    Args:
+        kind: generation, or an accelerator type that begins with it, as in "v5p-128".
+    """
+    prefix = kind.lower().removeprefix("tpu").strip(" -").split("-")[0]
+    peaks = (chip.flops_per_s for chip in CHIPS.values() if prefix in chip.aliases)
+    return next(peaks, _OLDER.get(prefix))
 
 
 @dataclass(frozen=True)

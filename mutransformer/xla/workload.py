@@ -9,6 +9,7 @@ from mutransformer.model.config import DecoderConfig
 from mutransformer.mup.config import OptimizerConfig
 from mutransformer.mup.roles import TensorSpec
 from mutransformer.xla.communication import Exchange, exchanges
+from mutransformer.xla.flash import check_model
 from mutransformer.xla.flops import StepFlops, step_flops
 from mutransformer.xla.layout import Spec, spec_of
 from mutransformer.xla.mesh import MeshShape
@@ -30,6 +31,7 @@ class Workload:
         compute_bytes: size of a number where the model computes.
         master_bytes: size of a number of a weight.
         shard_vocab: see `spec_of`.
+        flash_attention: by a kernel that never holds the scores, or written out.
     """
 
     decoder: DecoderConfig
@@ -40,9 +42,12 @@ class Workload:
     compute_bytes: int = 2
     master_bytes: int = 4
     shard_vocab: bool = False
+    flash_attention: bool = False
 
     def check(self) -> None:
-        """Raises ConfigError where the model or the batch cannot be cut as the mesh is."""
+        """Raises ConfigError where the model or the batch cannot be cut as the mesh is, or has no such kernel."""
+        if self.flash_attention:
+            check_model(self.decoder)
         self.mesh.check_model(self.decoder, self.shard_vocab)
         self.mesh.check_batch(self.n_sequences, self.n_micro_batch)
 
@@ -96,7 +101,7 @@ class Workload:
 
     @property
     def flops(self) -> StepFlops:
-        return step_flops(self.decoder, self.n_tokens)
+        return step_flops(self.decoder, self.n_tokens, self.flash_attention)
 
     @property
     def exchanges(self) -> list[Exchange]:

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mutransformer.model.loss import cross_entropy_sum
 from mutransformer.mup.config import OptimizerConfig
-from mutransformer.training.throughput import flops_per_token, gpu_peak, peak_flops_per_s, tpu_peak, utilization
+from mutransformer.training.throughput import flops_per_token, gpu_peak, peak_flops_per_s, utilization
+from mutransformer.xla.slices import device_peak
 
 LENGTH, N_ROWS = 12, 3
 SHAPES = {
@@ -83,8 +84,8 @@ def test_a_name_that_only_resembles_a_known_one_is_not_known(name):
 
 def test_a_tpu_is_known_by_its_accelerator_type_and_a_device_may_be_half_a_chip():
     types = ["v2-8", "v3-32", "v4-8", "v5p-128", "v5litepod-16", "v6e-8", "TPU v4"]
-    assert [tpu_peak(kind) for kind in types] == [22.5e12, 61.5e12, 275e12, 459e12, 197e12, 918e12, 275e12]
-    assert tpu_peak("v99-8") is None
+    assert [device_peak(kind) for kind in types] == [22.5e12, 61.5e12, 275e12, 459e12, 197e12, 918e12, 275e12]
+    assert device_peak("v99-8") is None
 
 
 def test_utilization_has_no_percentage_where_the_peak_is_not_known():

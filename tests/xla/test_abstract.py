@@ -20,11 +20,12 @@ from mutransformer.training.schedule import ScheduleConfig
 from mutransformer.xla.mesh import MeshShape
 from mutransformer.xla.sharding import Sharding
 
-decoder, rows, cols, n_sequences = json.loads(sys.argv[1])
+decoder, rows, cols, n_sequences, flash_attention = json.loads(sys.argv[1])
+sys.modules["jax"] = None  # as where it is not installed
 module = DecoderModule(
     DecoderConfig(**decoder), ParametrizationConfig(), OptimizerConfig(), ScheduleConfig(), gradient_clip=1.0
 )
-lowered = lower_step(module, Sharding(MeshShape(rows=rows, cols=cols)), n_sequences, "bf16-mixed")
+lowered = lower_step(module, Sharding(MeshShape(rows=rows, cols=cols)), n_sequences, "bf16-mixed", flash_attention)
 print(json.dumps({
     "arguments": {one.name: [one.shape, one.sharding] for one in lowered.arguments if one.name},
     "sent": [one.shape for one in lowered.arguments if not one.name],
@@ -36,9 +37,13 @@ print(json.dumps({
 """
 
 
-def lower(decoder, rows, cols, n_sequences):
-    request = json.dumps([decoder, rows, cols, n_sequences])
-    done = subprocess.run([sys.executable, "-c", PROGRAM, request], capture_output=True, text=True, timeout=300)
+def trace(decoder, rows, cols, n_sequences, flash_attention=False):
+    request = json.dumps([decoder, rows, cols, n_sequences, flash_attention])
+    return subprocess.run([sys.executable, "-c", PROGRAM, request], capture_output=True, text=True, timeout=300)
+
+
+def lower(*args, **options):
+    done = trace(*args, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -72,3 +77,9 @@ def test_seven_billion_weights_are_traced_in_two_gibibytes():
     assert found["n_parameters"] > 6e9
     assert found["peak_rss"] < 2 * 2**30
     assert found["n_hlo"] < 5e6
+
+
+def test_flash_attention_needs_jax_where_the_step_is_traced():
+    decoder = {"d_model": 128, "n_layer": 2, "d_head": 64, "sequence_len": 128, "vocab_size": 64}
+    done = trace(decoder, rows=4, cols=2, n_sequences=8, flash_attention=True)
+    assert "trainer.strategy.flash_attention=True: needs jax; pip install" in done.stderr
