@@ -85,6 +85,9 @@ FREE_TO_CHANGE = (
     *(f"model.decoder.{name}" for name in HOW_LAYERS_RUN),
 )
 
+# where files are made that are renamed, linked or grow, which an object store cannot do
+LOCAL_FOLDERS = ("trainer.default_root_dir", "out")
+
 # short forms of arguments
 WANDB_CLASS = f"{WandbRun.__module__}.{WandbRun.__name__}"
 ALIASES = {
@@ -175,6 +178,12 @@ class RunCLI(LightningCLI):
         if interval is not None and not interval > 0:
             rule = "must be above zero"
             raise ConfigError("trainer.val_check_interval", interval, rule, "use 200, or trainer.limit_val_batches=0")
+        for name in LOCAL_FOLDERS:
+            if "://" in (folder := section.get(name) or ""):
+                rule = "must be a local folder: only checkpoint.dirpath and data.cache may be gs://..."
+                raise ConfigError(name, folder, rule, "give a path on this machine")
+        if section.get("init_from") == "":
+            raise ConfigError("init_from", "", "names no weights", "give a folder or a .ckpt file, or leave it out")
         if self._only in EVALUATE:
             self._check_limits(section)
         if self._only == "bench":
