@@ -197,6 +197,8 @@ MISTAKES = {
     "no seed": (["--seed_everything=true"], "seed_everything=True"),
     "validation interval": (["--trainer.val_check_interval=0"], "must be above zero"),
     "run folder on a store": (["--trainer.default_root_dir=gs://bucket/runs"], "must be a local folder"),
+    "checkpoint folder": (["--checkpoint.dirpath=/proc/no"], "checkpoint.dirpath='/proc/no': cannot be written to"),
+    "cache": ([f"--data.cache={__file__}"], "is a file; give a folder"),
     "no TPU": (["--trainer.accelerator=tpu"], "there is no TPU here; use xla"),
     "no weights": (["--init_from="], "init_from='': names no weights"),
     "a part of a seed": (["--seed_everything=1.5"], "give a value of type int"),

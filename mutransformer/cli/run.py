@@ -6,7 +6,6 @@ Imported by `cli.main` only once a subcommand is to run, as it pulls in torch an
 from __future__ import annotations
 
 import logging
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -36,7 +35,13 @@ from mutransformer.errors import ConfigError
 from mutransformer.inference.initial import Initializer
 from mutransformer.inference.weights import open_weights
 from mutransformer.training.callbacks import DetectNonFinite, LossPlot, StopOnSignal
-from mutransformer.training.checkpoint import AtomicCheckpointIO, BackgroundCheckpointIO, checkpoints_in, load_plain
+from mutransformer.training.checkpoint import (
+    AtomicCheckpointIO,
+    BackgroundCheckpointIO,
+    checkpoints_in,
+    load_plain,
+    require_writable,
+)
 from mutransformer.training.engine import STRATEGY_CLASS, engine_options
 from mutransformer.training.module import (
     HOW_LAYERS_RUN,
@@ -113,10 +118,7 @@ class RunCLI(LightningCLI):
 
     COMMANDS: ClassVar[dict[str, set[str]]] = {
         "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
-        "validate": {"model", "dataloaders", "datamodule", "weights_only", "verbose"},
-        "test": {"model", "dataloaders", "datamodule", "weights_only", "verbose"},
-        "bench": {"model", "datamodule"},
-        **{name: {"model", "datamodule"} for name in WITHOUT_TRAINER},
+        **{name: {"model", "datamodule"} for name in ("validate", "test", "bench", *WITHOUT_TRAINER)},
     }
 
     def __init__(self, subcommand: str, args: list[str]) -> None:
@@ -344,6 +346,8 @@ class RunCLI(LightningCLI):
         if dirpath and not ckpt_path and checkpoints_in(dirpath):
             rule = "holds checkpoints of another run, which this one would remove"
             raise ConfigError("checkpoint.dirpath", dirpath, rule, "give another folder, or --resume auto to go on")
+        if dirpath:
+            require_writable("checkpoint.dirpath", dirpath)
         self.datamodule.setup("fit")
         self.datamodule.train_dataloader()
         if not self.trainer.is_global_zero:
@@ -423,14 +427,7 @@ def _quiet_libraries() -> None:
 
 def _run_folder_logger(root: str, resumed: Resumed | None) -> RunLogger:
     """The logger that owns the run folder, `root/version_n`; refuses a root that cannot be written to."""
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            "trainer.default_root_dir", root, f"cannot be written to ({error.strerror})", "give a folder of yours"
-        ) from error
+    require_writable("trainer.default_root_dir", root)
     if resumed is None or resumed.run_folder is None:
         return RunLogger(root)
     return RunLogger(root, int(resumed.run_folder.name.removeprefix("version_")), resumed.step)

@@ -41,7 +41,7 @@ class Folder:
     """A folder by its path, local (`~` is the home) or a URL that fsspec can open, as `gs://bucket/folder`.
 
     Raises:
-        ConfigError: when the kind of URL is not known, or the package for it is not installed.
+        ConfigError: when it is a file, the kind of URL is not known, or the package for it is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -58,6 +58,8 @@ class Folder:
             raise ConfigError("data.cache", path, f"cannot be opened ({error})", remedy) from error
         self.is_local = protocol in ("file", "local")
         self.path = self._root if self.is_local else path.rstrip("/")
+        if self.is_local and os.path.isfile(self._root):
+            raise ConfigError("data.cache", path, "is a file", "give a folder")
 
     def __str__(self) -> str:
         return self.path

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import uuid
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,6 +76,28 @@ def remove_unfinished(folder: str) -> None:
             aside.rename(path)
     for leftover in [*Path(folder).glob(".step_*.tmp"), *Path(folder).glob(".step_*.old")]:
         _remove(leftover)
+
+
+def require_writable(field: str, folder: str) -> None:
+    """Makes a folder, local or of a store, and for a moment a file in it; not to learn after hours that it cannot be.
+
+    Args:
+        field: the setting that names the folder.
+        folder: its path or URL.
+    Raises:
+        ConfigError: it cannot be written to.
+    """
+    file_system, root = fsspec.core.url_to_fs(folder)
+    probe = f"{root}/.{uuid.uuid4().hex}.tmp"
+    try:
+        if "://" not in folder:
+            file_system.makedirs(root, exist_ok=True)
+        file_system.pipe_file(probe, b"mutransformer")
+        file_system.rm_file(probe)
+    except Exception as error:  # whatever the store raises
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        remedy = "give a folder that you can write to"
+        raise ConfigError(field, folder, f"cannot be written to ({reason})", remedy) from error
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
