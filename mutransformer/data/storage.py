@@ -23,9 +23,6 @@ import numpy as np
 
 from mutransformer.errors import ConfigError, DataError, Interrupted, SaveError
 
-# Where Google's client would look for the newer kind of bucket first, for up to minutes on a network without one.
-os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-
 HEARTBEAT_S = 15.0
 _TEMPORARY = ".tmp"  # ends the names of local files that are not whole yet
 STALE_S = 120.0  # a lock of another machine whose heartbeat stood still as long is taken over
