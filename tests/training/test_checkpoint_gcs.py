@@ -46,7 +46,9 @@ def test_what_cannot_be_written_or_read_there_is_one_line():
     ) as error:
         AtomicCheckpointIO().save_checkpoint({}, "gs://no-such-bucket/a.ckpt")
     assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"^checkpoint\.dirpath='gs://no-such-bucket/run': cannot be written to") as error:
+    with pytest.raises(
+        ConfigError, match=r"^checkpoint\.dirpath='gs://no-such-bucket/run': cannot be written to"
+    ) as error:
         require_writable("checkpoint.dirpath", "gs://no-such-bucket/run")
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="there is no such file"):
