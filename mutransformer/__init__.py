@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from mutransformer.training.module import DecoderModule
     from mutransformer.training.schedule import ScheduleConfig
     from mutransformer.verify.coordcheck import coordcheck
+
+# before anything imports gcsfs, which looks for a newer kind of bucket first, for minutes on a network without one
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 __version__ = "0.1.0"
 

@@ -48,7 +48,7 @@ def _bad_value(key: str, reason: str) -> ConfigError:
         return ConfigError(key, given, "is not one of the choices", f"use one of {choices[1]}")
     types = [t for t in dict.fromkeys(re.findall(r"Expected a <class '(\w+)'>", reason)) if t != "NoneType"]
     if types:
-        return ConfigError(key, given, f"is not of type {' or '.join(types)}", f"give a value of type {types[0]}")
+        return ConfigError(key, given, f"is not of type {' or '.join(types)}", f"give a value of type {types[-1]}")
     return ConfigError(key, given, _one_line(reason), _HELP)
 
 

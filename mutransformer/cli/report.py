@@ -159,7 +159,7 @@ def model_card(
         "layers x width": f"{decoder.n_layer} x {decoder.d_model}, {decoder.n_head} heads of {decoder.d_head}",
         "feed-forward": f"{decoder.activation}, {decoder.ff_multiple:g} x the width",
         "vocabulary, sequence": f"{decoder.vocab_size:,} tokens, {decoder.sequence_len:,} positions",
-        "base width": f"{parametrization.d_base} (width multiple {decoder.d_model / parametrization.d_base:g})",
+        "base width": f"{parametrization.d_base:g} (width multiple {decoder.d_model / parametrization.d_base:g})",
         "optimizer": f"{optimizer.algorithm}, learning rate {optimizer.learning_rate:g} at the base width, "
         f"{schedule.kind} schedule, {schedule.warmup_steps} warm-up steps",
         "precision": str(trainer.precision),

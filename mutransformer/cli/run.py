@@ -6,7 +6,6 @@ Imported by `cli.main` only once a subcommand is to run, as it pulls in torch an
 from __future__ import annotations
 
 import logging
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -18,8 +17,9 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar, TQDMP
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from mutransformer.cli.config_files import flatten, given_keys, in_order_of_precedence
+from mutransformer.cli.config_files import given_keys, in_order_of_precedence
 from mutransformer.cli.describe import row_values
+from mutransformer.cli.from_checkpoint import resume, take_settings
 from mutransformer.cli.parse_errors import from_message
 from mutransformer.cli.report import (
     fit_summary,
@@ -36,10 +36,15 @@ from mutransformer.errors import ConfigError
 from mutransformer.inference.initial import Initializer
 from mutransformer.inference.weights import open_weights
 from mutransformer.training.callbacks import DetectNonFinite, LossPlot, StopOnSignal
-from mutransformer.training.checkpoint import AtomicCheckpointIO, BackgroundCheckpointIO, checkpoints_in, load_plain
+from mutransformer.training.checkpoint import (
+    AtomicCheckpointIO,
+    BackgroundCheckpointIO,
+    checkpoints_in,
+    load_plain,
+    require_writable,
+)
 from mutransformer.training.engine import STRATEGY_CLASS, engine_options
 from mutransformer.training.module import (
-    HOW_LAYERS_RUN,
     LINKED_SETTINGS,
     NOT_FOR_TRAINER,
     DecoderModule,
@@ -47,7 +52,7 @@ from mutransformer.training.module import (
 )
 from mutransformer.training.profile import ProfileSteps
 from mutransformer.training.run_checkpoint import RunCheckpoint
-from mutransformer.training.run_folder import Resumed, RunLogger, find_checkpoint
+from mutransformer.training.run_folder import Resumed, RunLogger
 from mutransformer.training.run_metrics import Metrics
 from mutransformer.training.wandb_run import WandbId, WandbRun
 
@@ -75,15 +80,8 @@ TRAINER_DEFAULTS = {
 # command -> what the Trainer calls its split
 EVALUATE = {"validate": "val", "test": "test"}
 
-# settings that a resumed run may change: they do not change what the weights mean, nor the tokens
-FREE_TO_CHANGE = (
-    "model.schedule.total_steps",
-    "model.n_micro_batch",
-    "model.compile",
-    "model.seed",
-    "data.cache",
-    *(f"model.decoder.{name}" for name in HOW_LAYERS_RUN),
-)
+# where files are made that are renamed, linked or grow, which an object store cannot do
+LOCAL_FOLDERS = ("trainer.default_root_dir", "out")
 
 # short forms of arguments
 WANDB_CLASS = f"{WandbRun.__module__}.{WandbRun.__name__}"
@@ -110,10 +108,7 @@ class RunCLI(LightningCLI):
 
     COMMANDS: ClassVar[dict[str, set[str]]] = {
         "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
-        "validate": {"model", "dataloaders", "datamodule", "weights_only", "verbose"},
-        "test": {"model", "dataloaders", "datamodule", "weights_only", "verbose"},
-        "bench": {"model", "datamodule"},
-        **{name: {"model", "datamodule"} for name in WITHOUT_TRAINER},
+        **{name: {"model", "datamodule"} for name in ("validate", "test", "bench", *WITHOUT_TRAINER)},
     }
 
     def __init__(self, subcommand: str, args: list[str]) -> None:
@@ -175,6 +170,12 @@ class RunCLI(LightningCLI):
         if interval is not None and not interval > 0:
             rule = "must be above zero"
             raise ConfigError("trainer.val_check_interval", interval, rule, "use 200, or trainer.limit_val_batches=0")
+        for name in LOCAL_FOLDERS:
+            if "://" in (folder := section.get(name) or ""):
+                rule = "must be a local folder: only checkpoint.dirpath and data.cache may be gs://..."
+                raise ConfigError(name, folder, rule, "give a path on this machine")
+        if section.get("init_from") == "":
+            raise ConfigError("init_from", "", "names no weights", "give a folder or a .ckpt file, or leave it out")
         if self._only in EVALUATE:
             self._check_limits(section)
         if self._only == "bench":
@@ -191,53 +192,16 @@ class RunCLI(LightningCLI):
         section[name] = 1.0
 
     def _parse_ckpt_path(self) -> None:
-        """With a checkpoint, its model and data settings hold; one that was given and differs is an error.
-
-        Lightning's own would override in silence what was typed.
-        """
+        """With a checkpoint, its model and data settings hold; Lightning's own would override in silence."""
         section = self._section(self.config)
         if section.get("resume"):
-            self._resume(section)
+            self._resumed = resume(section)
             section.resume = None  # config.yaml is that of a run which begins
         command, ckpt_path = self.config.subcommand, section.get("ckpt_path")
         if not ckpt_path and (ckpt_path == "" or command in NEED_CHECKPOINT):
             raise ConfigError("ckpt_path", ckpt_path, "names no weights", "give the path of a checkpoint")
-        if not ckpt_path:
-            return
-        saved = load_plain(ckpt_path, tensors=False)["mutransformer"]["config"]
-        sources = {target: source for source, target, _ in LINKS}
-        for key, value in flatten({name: saved.get(name, {}) for name in ("model", "data")}).items():
-            source = sources.get(key, key)
-            if key not in section:
-                continue
-            if not any(f"{source}.".startswith(f"{name}.") for name in self._given):
-                section[key] = section[source] = value
-            elif section[key] != value and key not in FREE_TO_CHANGE and (key.startswith("model.") or command == "fit"):
-                rule = f"checkpoint {ckpt_path} has {value!r}"
-                raise ConfigError(source, section[key], rule, f"use {value!r}, or leave it out")
-
-    def _resume(self, section: Namespace) -> None:
-        """Finds what `--resume auto` goes on from, as if ckpt_path had named it; says so if there is nothing."""
-        if section.ckpt_path:
-            raise ConfigError(
-                "resume", "auto", "looks for a checkpoint, and ckpt_path gives one", "leave one of them out"
-            )
-        root = section.trainer.default_root_dir
-
-        def difference(saved: dict[str, Any]) -> str | None:
-            compared = {name: saved.get(name, {}) for name in ("model", "data")}
-            compared["trainer"] = {"precision": saved.get("trainer", {}).get("precision")}
-            for key, value in flatten(compared).items():
-                if key in section and section[key] != value and key not in (set(FREE_TO_CHANGE) - {"model.seed"}):
-                    return f"{key} is {value!r} there and {section[key]!r} here"
-            return None
-
-        found = find_checkpoint(root, section.checkpoint.dirpath, difference, lambda text: print(f"resume: {text}"))
-        if found is None:
-            print(f"resume: no checkpoint of this configuration in {section.checkpoint.dirpath or root}; starts anew")
-            return
-        print(f"resume: goes on from {found.path}, step {found.step}")
-        section.ckpt_path, self._resumed = found.path, found
+        if ckpt_path:
+            take_settings(section, self._given, {target: source for source, target, _ in LINKS}, command)
 
     def resolve(self, *more: str) -> dict[str, Any]:
         """The settings as plain values, after more command line.
@@ -335,6 +299,8 @@ class RunCLI(LightningCLI):
         if dirpath and not ckpt_path and checkpoints_in(dirpath):
             rule = "holds checkpoints of another run, which this one would remove"
             raise ConfigError("checkpoint.dirpath", dirpath, rule, "give another folder, or --resume auto to go on")
+        if dirpath:
+            require_writable("checkpoint.dirpath", dirpath)
         self.datamodule.setup("fit")
         self.datamodule.train_dataloader()
         if not self.trainer.is_global_zero:
@@ -414,14 +380,7 @@ def _quiet_libraries() -> None:
 
 def _run_folder_logger(root: str, resumed: Resumed | None) -> RunLogger:
     """The logger that owns the run folder, `root/version_n`; refuses a root that cannot be written to."""
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            "trainer.default_root_dir", root, f"cannot be written to ({error.strerror})", "give a folder of yours"
-        ) from error
+    require_writable("trainer.default_root_dir", root)
     if resumed is None or resumed.run_folder is None:
         return RunLogger(root)
     return RunLogger(root, int(resumed.run_folder.name.removeprefix("version_")), resumed.step)

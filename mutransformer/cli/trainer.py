@@ -71,52 +71,28 @@ class RunTrainer(Trainer):
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
 
     def validate(  # type: ignore[override]
-        self,
-        model: Any = None,
-        dataloaders: Any = None,
-        ckpt_path: str | None = None,
-        verbose: bool = True,
-        datamodule: Any = None,
-        weights_only: bool | None = None,
-        limit: int | None = None,
+        self, model: Any, datamodule: TextDataModule, ckpt_path: str | None = None, limit: int | None = None
     ) -> Any:
         """Measure the validation loss of a checkpoint.
 
         Args:
-            model: whose weights the checkpoint holds.
-            dataloaders: where there is no datamodule.
             ckpt_path: checkpoint to measure.
-            verbose: print Lightning's own table.
-            datamodule: the data.
-            weights_only: as in torch.load.
             limit: measure the first so many windows (data.sequence_len tokens each) of the split; null: all of it.
         """
         _limit_evaluation(datamodule, limit)
-        return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+        return super().validate(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
     def test(  # type: ignore[override]
-        self,
-        model: Any = None,
-        dataloaders: Any = None,
-        ckpt_path: str | None = None,
-        verbose: bool = True,
-        datamodule: Any = None,
-        weights_only: bool | None = None,
-        limit: int | None = None,
+        self, model: Any, datamodule: TextDataModule, ckpt_path: str | None = None, limit: int | None = None
     ) -> Any:
         """Measure the test loss of a checkpoint.
 
         Args:
-            model: whose weights the checkpoint holds.
-            dataloaders: where there is no datamodule.
             ckpt_path: checkpoint to measure.
-            verbose: print Lightning's own table.
-            datamodule: the data.
-            weights_only: as in torch.load.
             limit: measure the first so many windows (data.sequence_len tokens each) of the split; null: all of it.
         """
         _limit_evaluation(datamodule, limit)
-        return super().test(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+        return super().test(model, datamodule=datamodule, ckpt_path=ckpt_path)
 
     def bench(
         self,
@@ -417,11 +393,10 @@ class RunTrainer(Trainer):
         print(describe(exported, out))
 
 
-def _limit_evaluation(datamodule: Any, limit: int | None) -> None:
+def _limit_evaluation(datamodule: TextDataModule, limit: int | None) -> None:
     if limit is not None and limit < 1:
         raise ConfigError("limit", limit, "must be at least 1", "leave it out for the whole split")
-    if datamodule is not None:
-        datamodule.evaluation_windows = limit
+    datamodule.evaluation_windows = limit
 
 
 def _key_and_value(option: str, text: str, remedy: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ def describe_caches(root: Folder, requests: Iterable[CacheRequest], *, verify: b
     """
     wanted = [_settings(request) for request in requests]
     folders, n_damaged = list(caches(root)), 0
-    yield f"{len(folders)} caches in {root}"
+    yield f"{_count(len(folders), 'cache')} in {root}"
     for folder in folders:
         try:
             manifest = Manifest.load(folder, MANIFEST)
@@ -42,7 +42,8 @@ def describe_caches(root: Folder, requests: Iterable[CacheRequest], *, verify: b
         yield f"  {state}{', every hash is right' if verify and not found else ''}"
         for split in manifest.splits:
             n_documents, n_tokens = manifest.total("n_documents", split), manifest.total("n_tokens", split)
-            yield f"  {split}: {n_documents:,} documents, {n_tokens:,} tokens, {len(manifest.splits[split]):,} shards"
+            n_shards = len(manifest.splits[split])
+            yield f"  {split}: {_count(n_documents, 'document')}, {n_tokens:,} tokens, {_count(n_shards, 'shard')}"
         yield from (f"  {damage}" for damage in found)
         n_damaged += bool(found)
         yield f"  {_verdict(manifest, wanted)}"
@@ -68,6 +69,10 @@ def _verdict(manifest: Manifest, wanted: list[dict]) -> str:
         f"{field} is {_short(theirs)} here and {_short(ours)} there" for field, (theirs, ours) in fewest.items()
     )
     return f"not used by this configuration: {shown}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def _short(value: object) -> str:

@@ -23,9 +23,6 @@ import numpy as np
 
 from mutransformer.errors import ConfigError, DataError, Interrupted, SaveError
 
-# Where Google's client would look for the newer kind of bucket first, for up to minutes on a network without one.
-os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-
 HEARTBEAT_S = 15.0
 _TEMPORARY = ".tmp"  # ends the names of local files that are not whole yet
 STALE_S = 120.0  # a lock of another machine whose heartbeat stood still as long is taken over
@@ -41,7 +38,7 @@ class Folder:
     """A folder by its path, local (`~` is the home) or a URL that fsspec can open, as `gs://bucket/folder`.
 
     Raises:
-        ConfigError: when the kind of URL is not known, or the package for it is not installed.
+        ConfigError: when it is a file, the kind of URL is not known, or the package for it is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -58,6 +55,8 @@ class Folder:
             raise ConfigError("data.cache", path, f"cannot be opened ({error})", remedy) from error
         self.is_local = protocol in ("file", "local")
         self.path = self._root if self.is_local else path.rstrip("/")
+        if self.is_local and os.path.isfile(self._root):
+            raise ConfigError("data.cache", path, "is a file", "give a folder")
 
     def __str__(self) -> str:
         return self.path

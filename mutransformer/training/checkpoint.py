@@ -12,9 +12,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import uuid
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mutransformer.errors import ConfigError, SaveError
+from mutransformer.errors import ConfigError, DataError, SaveError
 from mutransformer.xla import shards
 
 _NAME = re.compile(r"step_(\d+)\.ckpt")
@@ -75,6 +78,28 @@ def remove_unfinished(folder: str) -> None:
         _remove(leftover)
 
 
+def require_writable(field: str, folder: str) -> None:
+    """Makes a folder, local or of a store, and for a moment a file in it; not to learn after hours that it cannot be.
+
+    Args:
+        field: the setting that names the folder.
+        folder: its path or URL.
+    Raises:
+        ConfigError: it cannot be written to.
+    """
+    file_system, root = fsspec.core.url_to_fs(folder)
+    probe = f"{root}/.{uuid.uuid4().hex}.tmp"
+    try:
+        if "://" not in folder:
+            file_system.makedirs(root, exist_ok=True)
+        file_system.pipe_file(probe, b"mutransformer")
+        file_system.rm_file(probe)
+    except Exception as error:  # whatever the store raises
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        remedy = "give a folder that you can write to"
+        raise ConfigError(field, folder, f"cannot be written to ({reason})", remedy) from error
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes to a temporary name in the same folder, flushes to the disk, renames; an object store puts at once.
 
@@ -95,10 +120,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 shards.invalidate(path)  # a folder of that name, of another engine
             else:
                 _write_local(checkpoint, Path(path))
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # torch.save turns a full disk into a RuntimeError, a store has errors of its own
+        # torch.save turns a full disk into a RuntimeError, a store has errors of its own
+        except (Exception, CheckpointException) as error:
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             text = " ".join(f"{reason}".split()) or type(reason).__name__
             message = f"checkpoint {path} could not be written ({text}); what was there is intact"
@@ -222,12 +245,23 @@ def load_plain(path: str | os.PathLike[str], tensors: bool = True) -> dict[str, 
         checkpoint = _loader(os.fspath(path), tensors)()
     except FileNotFoundError as error:
         raise ConfigError("ckpt_path", str(path), "there is no such file", remedy) from error
-    except (Exception, CheckpointException) as error:
+    except DataError as error:
+        raise ConfigError("ckpt_path", str(path), f"is damaged ({error})", "give another checkpoint") from error
+    except Exception as error:
         raise ConfigError("ckpt_path", str(path), f"is not readable ({type(error).__name__})", remedy) from error
-    origin = checkpoint.get("mutransformer") if isinstance(checkpoint, dict) else None
-    if not (isinstance(origin, dict) and {"config", "module", "versions"} <= origin.keys()):
+    if not _is_ours(checkpoint):
         raise ConfigError("ckpt_path", str(path), "was not written by this package", remedy)
     return checkpoint
+
+
+def _is_ours(checkpoint: Any) -> bool:
+    """Whether it has what commands read of a checkpoint."""
+    if not (isinstance(checkpoint, dict) and {"state_dict", "global_step"} <= checkpoint.keys()):
+        return False
+    origin = checkpoint.get("mutransformer")
+    if not (isinstance(origin, dict) and all(isinstance(origin.get(name), dict) for name in ("config", "module"))):
+        return False
+    return {"decoder", "parametrization"} <= origin["module"].keys()
 
 
 def _loader(path: str, tensors: bool) -> Callable[[], Any]:
@@ -236,10 +270,31 @@ def _loader(path: str, tensors: bool) -> Callable[[], Any]:
     if Path(path).is_dir():
         raise FileNotFoundError(path)
     if "://" not in path:
-        return lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return lambda: _load_local(path)
 
     def load() -> Any:
         with fsspec.open(path, "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
 
     return load
+
+
+def _load_local(path: str) -> Any:
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    status = os.stat(path)
+    if name := _damaged_part(path, status.st_mtime_ns, status.st_size):
+        raise DataError(f"{name} in it is not what was written")
+    return checkpoint
+
+
+@lru_cache
+def _damaged_part(path: str, mtime_ns: int, n_bytes: int) -> str | None:
+    """The first part of a file that its checksum does not fit, None where all do; torch writes these, and reads none.
+
+    Args:
+        path: file that torch.save wrote.
+        mtime_ns: of the file; with `n_bytes`, so that a file is read for this once a process.
+        n_bytes: of the file.
+    """
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip()

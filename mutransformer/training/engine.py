@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def engine_options(accelerator: Any, strategy: Any) -> dict[str, Any]:
     Returns:
         Options of the Trainer; none where Lightning's own choice holds.
     Raises:
-        ConfigError: XLA was asked for and torch_xla is not installed, or for one device and the strategy of another.
+        ConfigError: XLA was asked for and torch_xla is not installed, a TPU and there is none, or one device and the
+            strategy of another.
     """
     if isinstance(strategy, dict):
         strategy = instantiate_class((), strategy)
@@ -40,6 +42,9 @@ def engine_options(accelerator: Any, strategy: Any) -> dict[str, Any]:
     if importlib.util.find_spec("torch_xla") is None:
         remedy = 'pip install "mutransformer[tpu]", or mutransformer[xla] for CPU devices'
         raise ConfigError("trainer.accelerator", accelerator, "needs torch_xla", remedy)
+    # with PJRT_DEVICE=TPU torch_xla itself says why a TPU cannot be opened; without, it would take the CPU in its place
+    if accelerator == "tpu" and os.environ.get("PJRT_DEVICE") != "TPU" and not _has_tpu():
+        raise ConfigError("trainer.accelerator", "tpu", "there is no TPU here", "use xla for CPU devices, or auto")
     from mutransformer.xla.accelerator import XLADevices
     from mutransformer.xla.strategy import SPMDStrategy
 

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from mutransformer.errors import ConfigError
+from mutransformer.training.checkpoint import require_writable
 from mutransformer.training.module import DecoderModule
 from mutransformer.verify.coordinates import TRANSIENTS, Asked, Row, Series, judge_coordinates, series
 from mutransformer.verify.record import NORMS, Coordinate, CoordinateRecorder
@@ -29,7 +30,6 @@ from mutransformer.verify.settings import (
     build_trainer,
     changed,
     check_seeds,
-    check_writable,
     quiet,
     standard,
 )
@@ -160,7 +160,7 @@ def coordcheck(
     if not seeds:
         raise ConfigError("seeds", list(seeds), "names no seed", "use 1,2,3")
     if out is not None:
-        check_writable("out", Path(out))
+        require_writable("out", str(out))
     rows: list[Row] = []
     found: list[Series] = []
     for name, maker in zip(names, (make, control), strict=True):

@@ -9,11 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -68,17 +66,6 @@ def changed(settings: Settings, changes: Changes) -> dict[str, Any]:
                 raise KeyError(key)
             tree[last] = value
     return result
-
-
-def check_writable(field: str, folder: Path) -> None:
-    """Makes the folder; raises ConfigError where it cannot be written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        rule = f"cannot be written to ({error.strerror})"
-        raise ConfigError(field, str(folder), rule, "give a folder of yours") from error
 
 
 def check_seeds(seeds: Sequence[int]) -> None:

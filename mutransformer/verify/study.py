@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from mutransformer.data.datamodule import TextDataModule
 from mutransformer.errors import CheckFailed, Interrupted
+from mutransformer.training.checkpoint import require_writable
 from mutransformer.verify.points import Point, Result, Store, run, write_whole
 from mutransformer.verify.search import Space, constants, finalists, search_points, write_best
 from mutransformer.verify.settings import (
@@ -28,7 +29,6 @@ from mutransformer.verify.settings import (
     build_module,
     build_trainer,
     changed,
-    check_writable,
 )
 from mutransformer.verify.transfer import Grid, Sweep, fixed_settings_that_vary, judge_search, judge_transfer, sweeps
 from mutransformer.verify.verdict import Verdict, table
@@ -124,7 +124,7 @@ def run_points(
     results = {point.key: result for point in points if (result := store.load(point)) is not None}
     if any(point.key not in results for point in points):
         _check(points)
-        check_writable("out", folder)
+        require_writable("out", str(folder))
         for name in ("verdict.json", "transfer.png", "wider.png"):  # of a study that had fewer points
             (folder / name).unlink(missing_ok=True)
     for warning in warnings:

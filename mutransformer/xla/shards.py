@@ -19,9 +19,11 @@ from typing import Any, cast
 import fsspec
 import torch
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -32,13 +34,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from mutransformer.errors import DataError
+
 POINTER = "current"
 META = "meta.pt"
 Where = tuple[slice, ...]
 
 
-class DamagedCheckpointError(RuntimeError):
-    """What a checkpoint's folder holds is not what was written; the message names the tensor."""
+class DamagedCheckpointError(DataError):
+    """What a checkpoint's folder holds is not what was written; the message names the tensor or the file."""
 
 
 class HostShards:
@@ -235,6 +239,7 @@ def load(path: str | os.PathLike[str], into: Mapping[str, HostShards] | None = N
         The checkpoint; where tensors were wanted in parts, they are left out of it.
     Raises:
         FileNotFoundError: no whole state is there.
+        DamagedCheckpointError: a file of the state is missing, cut short or cannot be read.
     """
     file_system, root = fsspec.url_to_fs(str(path))
     name = _current(file_system, root)
@@ -242,22 +247,39 @@ def load(path: str | os.PathLike[str], into: Mapping[str, HostShards] | None = N
         raise FileNotFoundError(f"{path}: no complete checkpoint")
     state = f"{root}/{name}"
     url = file_system.unstrip_protocol(state) if "://" in str(path) else state
-    with file_system.open(f"{state}/{META}", "rb") as file:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    reader = FsspecReader(url)
-    if into is not None:
-        _load_state_dict(cast(Any, dict(into)), reader, no_dist=True, planner=_LoadPlanner())
-        return checkpoint
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    _load_state_dict(cast(Any, tensors), reader, no_dist=True)
+    try:
+        with file_system.open(f"{state}/{META}", "rb") as file:
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        reader = FsspecReader(url)
+        metadata = reader.read_metadata()
+        _require_files(file_system, state, metadata)
+        if into is not None:
+            _load_state_dict(cast(Any, dict(into)), reader, no_dist=True, planner=_LoadPlanner())
+            return checkpoint
+        tensors = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        _load_state_dict(cast(Any, tensors), reader, no_dist=True)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{error.filename or error} is missing") from error
+    except CheckpointException as error:
+        ((cause, _), *_) = error.failures.values()
+        raise DamagedCheckpointError(f"{state} cannot be read ({type(cause).__name__})") from error
     for key, tensor in tensors.items():
         _put(checkpoint, _keys(key), tensor)
     return checkpoint
+
+
+def _require_files(file_system: Any, state: str, metadata: Metadata) -> None:
+    """Raises DamagedCheckpointError where a file ends before what is said to be in it, without reading any."""
+    ends: dict[str, int] = {}
+    for part in (metadata.storage_data or {}).values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        if file_system.info(f"{state}/{name}")["size"] < end:
+            raise DamagedCheckpointError(f"{state}/{name} is cut short")
 
 
 def _leaves(tree: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], HostShards]]:

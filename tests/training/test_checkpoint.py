@@ -137,6 +137,28 @@ def test_load_plain_refuses_anything_else_in_a_line(content, rule, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("lacking", [("state_dict",), ("global_step",), ("mutransformer", "module", "decoder")])
+def test_load_plain_refuses_what_lacks_a_part(lacking, saved, tmp_path):
+    checkpoint = torch.load(saved[1], weights_only=True)
+    *above, last = lacking
+    branch = checkpoint
+    for name in above:
+        branch = branch[name]
+    del branch[last]
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match="was not written by this package"):
+        load_plain(tmp_path / "a.ckpt")
+
+
+def test_load_plain_sees_a_bit_that_turned(saved, tmp_path):
+    content = bytearray(Path(saved[1]).read_bytes())
+    weights = torch.load(saved[1], weights_only=True)["state_dict"]["decoder.embedding"].numpy().tobytes()
+    content[content.index(weights) + 5] ^= 1
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a.ckpt': is damaged \(.*/data/\d+ in it is not what was written\)"):
+        load_plain(tmp_path / "a.ckpt")
+
+
 # Whole or not at all
 
 

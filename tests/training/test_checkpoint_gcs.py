@@ -8,7 +8,7 @@ from gcs_server import file_system, gcs_server
 
 from mutransformer.cli import main
 from mutransformer.errors import ConfigError, SaveError
-from mutransformer.training.checkpoint import AtomicCheckpointIO, checkpoints_in, load_plain
+from mutransformer.training.checkpoint import AtomicCheckpointIO, checkpoints_in, load_plain, require_writable
 
 # gcsfs hands aiohttp bytes, not a stream
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
@@ -45,6 +45,11 @@ def test_what_cannot_be_written_or_read_there_is_one_line():
         SaveError, match=r"^checkpoint gs://no-such-bucket/a\.ckpt could not be written \(.+\);"
     ) as error:
         AtomicCheckpointIO().save_checkpoint({}, "gs://no-such-bucket/a.ckpt")
+    assert "\n" not in str(error.value)
+    with pytest.raises(
+        ConfigError, match=r"^checkpoint\.dirpath='gs://no-such-bucket/run': cannot be written to"
+    ) as error:
+        require_writable("checkpoint.dirpath", "gs://no-such-bucket/run")
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="there is no such file"):
         load_plain("gs://bucket/none.ckpt")

@@ -19,7 +19,8 @@ def test_plain_torch_is_left_to_lightning():
 
 
 @pytest.mark.parametrize("accelerator", ["tpu", "xla", "auto"])
-def test_xla_by_its_name_or_its_strategy(accelerator):
+def test_xla_by_its_name_or_its_strategy(accelerator, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
     options = engine_options(accelerator, AS_CONFIGURED)
     strategy = options["strategy"]
     assert (strategy.mesh_rows, strategy.mesh_cols) == (4, 2)
@@ -34,6 +35,15 @@ def test_auto_takes_a_tpu_where_there_is_one(monkeypatch):
     monkeypatch.setattr(engine, "_has_tpu", lambda: True)
     assert engine_options("auto", "auto")["accelerator"].name() == "xla"
     assert engine_options("cpu", "auto") == {"strategy": "auto"}
+
+
+def test_a_tpu_that_is_not_there_is_no_cpu(monkeypatch):
+    for device in ("", "CPU"):
+        monkeypatch.setenv("PJRT_DEVICE", device)
+        with pytest.raises(ConfigError, match=r"trainer.accelerator='tpu': there is no TPU here; use xla"):
+            engine_options("tpu", "auto")
+    monkeypatch.setattr(engine, "_has_tpu", lambda: True)
+    assert engine_options("tpu", "auto")["accelerator"].name() == "xla"
 
 
 def test_what_does_not_go_together():

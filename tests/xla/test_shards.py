@@ -102,6 +102,29 @@ def test_what_was_not_written_as_it_is_in_memory_is_found(tmp_path):
             shards.verify(state, tensors)
 
 
+def cut_short(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def overwritten(file):
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [(Path.unlink, "is missing"), (cut_short, "is cut short"), (overwritten, "cannot be read")],
+)
+def test_a_damaged_file_is_found_when_it_is_read(damage, message, tmp_path):
+    tree, a, _ = checkpoint()
+    shards.save(tree, tmp_path / "c", "step-3")
+    for file in (tmp_path / "c" / "step-3").glob("*.distcp"):
+        damage(file)
+    into = {"state_dict/decoder.w.a": cut(torch.zeros_like(a), 2, 3)}
+    for wanted in (None, into):
+        with pytest.raises(DamagedCheckpointError, match=message):
+            shards.load(tmp_path / "c", into=wanted)
+
+
 def test_parts_that_do_not_make_the_whole_are_found(tmp_path):
     tree = checkpoint()[0]
     del tree["state_dict"]["decoder.w.a"].parts[2, 0]
