@@ -80,8 +80,13 @@ class _OneDNN(torch.autograd.Function):
         of_x, of_weight = ctx.needs_input_grad
         return (
             _OneDNN.apply(gradient, weight.t()) if of_x else None,
-            _OneDNN.apply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t()) if of_weight else None,
+            _sum_of_outer(gradient.flatten(0, -2), x.flatten(0, -2)) if of_weight else None,
         )
+
+
+def _sum_of_outer(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a^T b, with the narrower of both as oneDNN's first argument, which it copies."""
+    return _OneDNN.apply(a.t(), b.t()) if a.shape[1] <= b.shape[1] else _OneDNN.apply(b.t(), a.t()).t()
 
 
 def contract(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
