@@ -18,7 +18,7 @@ CHECK_VERSION = import sys; v = sys.version_info[:2]; sys.exit("mutransformer ne
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup fit coordcheck transfer test test-slow lint format type contracts check docs plan-env clean distclean
+.PHONY: help setup fit coordcheck transfer bench test test-slow lint format type contracts check docs plan-env clean distclean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,9 @@ coordcheck: $(STAMP) ## Check that every tensor keeps its size as width grows: P
 
 transfer: $(STAMP) ## Check that the best learning rate stays as width grows: PASS or FAIL, about an hour on two cores
 	$(BIN)/mutransformer transfer --config configs/transfer.yaml --jobs 2 $(ARGS)
+
+bench: $(STAMP) ## Compare the training step with others in speed and memory, about half an hour (ARGS="--shapes small")
+	$(BIN)/python benchmarks/speed.py $(ARGS)
 
 test: $(STAMP) ## Run all tests but the slow ones (ARGS="tests/mup -k rules" selects)
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -43,7 +43,7 @@ from mutransformer.training.checkpoint import (
     load_plain,
     require_writable,
 )
-from mutransformer.training.engine import STRATEGY_CLASS, engine_options
+from mutransformer.training.engine import STRATEGY_CLASS, engine_options, mode_of
 from mutransformer.training.module import (
     LINKED_SETTINGS,
     NOT_FOR_TRAINER,
@@ -312,6 +312,7 @@ class RunCLI(LightningCLI):
             warn(warning)
         n_tokens = self.datamodule.tokens_per_batch
         print(f"{self.model.plan.count:,} parameters, {n_tokens:,} tokens a step, into {self.folder}")
+        print(f"on {mode_of(self.trainer, self.model.compile_decoder)}")
         self._start_wandb(self.folder, self._resumed.wandb_id if self._resumed else None)
 
     def _config_text(self) -> str:

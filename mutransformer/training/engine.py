@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.strategies import Strategy
 
@@ -53,6 +56,15 @@ def engine_options(accelerator: Any, strategy: Any) -> dict[str, Any]:
         "strategy": strategy if isinstance(strategy, Strategy) else SPMDStrategy(),
         "inference_mode": False,  # its tensors cannot be marked
     }
+
+
+def mode_of(trainer: Trainer, is_compiled: bool) -> str:
+    """What a run computes on and how, e.g. `cpu with 2 threads, 32-true, eager`."""
+    device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
+    if isinstance(trainer.accelerator, CPUAccelerator):
+        device += f" with {torch.get_num_threads()} threads"
+    how = "one program a step" if device.startswith("xla") else "torch.compile" if is_compiled else "eager"
+    return f"{device}, {trainer.precision}, {how}"
 
 
 def _has_tpu() -> bool:
