@@ -90,12 +90,10 @@ class CoordinateRecorder(Callback):
         self._rates = dict(_rates(trainer))
         self._before = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
         self.is_adaptive = all(isinstance(optimizer, ADAPTIVE) for optimizer in trainer.optimizers)
-        self._listening.enter_context(recording(self._activation))
+        self._listening.enter_context(recording(self._tapped))
         for name, module in pl_module.named_modules():
-            if isinstance(module, Decoder):
-                self._hook(module.register_forward_pre_hook(self._count_forward))
-            elif name and not any(module.children()):
-                self._hook(module.register_forward_hook(self._module_hook(name)))
+            if name and not any(module.children()) and not isinstance(module, Decoder):
+                self._listening.callback(module.register_forward_hook(self._module_hook(name)).remove)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -124,11 +122,9 @@ class CoordinateRecorder(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._listening.close()
 
-    def _hook(self, handle: Any) -> None:
-        self._listening.callback(handle.remove)
-
-    def _count_forward(self, module: nn.Module, args: Any) -> None:
-        self._n_forward += 1
+    def _tapped(self, name: str, x: Tensor) -> None:
+        self._n_forward += name == "embedding"  # the first of a forward pass
+        self._activation(name, x)
 
     def _module_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

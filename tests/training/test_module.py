@@ -155,7 +155,7 @@ def test_weights_depend_on_the_seed_alone():
 
 def test_compile_is_handed_to_the_decoder(monkeypatch):
     compiled = []
-    monkeypatch.setattr(Decoder, "compile", lambda decoder: compiled.append(decoder))
+    monkeypatch.setattr(Decoder, "compile_block", lambda decoder: compiled.append(decoder))
     for compile_decoder in (False, True):
         module = make_module(compile=compile_decoder)
         module.configure_model()
