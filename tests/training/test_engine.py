@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
 
 from mutransformer.errors import ConfigError
 from mutransformer.training import engine
-from mutransformer.training.engine import STRATEGY_CLASS, engine_options
+from mutransformer.training.engine import STRATEGY_CLASS, engine_options, mode_of
 
 AS_CONFIGURED = {"class_path": STRATEGY_CLASS, "init_args": {"mesh_rows": 4, "mesh_cols": 2}}
 
@@ -74,3 +76,10 @@ sys.exit("torch_xla" in sys.modules)
 @pytest.mark.skipif(engine._has_device_of_google(), reason="there may be a TPU, for which Lightning looks")
 def test_a_run_on_cpu_does_not_import_torch_xla():
     subprocess.run([sys.executable, "-c", NOT_IMPORTED], check=True)
+
+
+def test_what_a_run_computes_on():
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    assert mode_of(trainer, False) == f"cpu with {torch.get_num_threads()} threads, 32-true, eager"
+    trainer = Trainer(accelerator="cpu", precision="bf16-mixed", barebones=True)
+    assert mode_of(trainer, True).endswith(", bf16-mixed, torch.compile")

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mutransformer.model.loss import cross_entropy_sum
 from mutransformer.mup.config import OptimizerConfig
-from mutransformer.training.throughput import flops_per_token, gpu_peak, peak_flops_per_s, utilization
+from mutransformer.training.throughput import bytes_held, flops_per_token, gpu_peak, peak_flops_per_s, utilization
 from mutransformer.xla.slices import device_peak
 
 LENGTH, N_ROWS = 12, 3
@@ -92,3 +92,27 @@ def test_utilization_has_no_percentage_where_the_peak_is_not_known():
     assert peak_flops_per_s(torch.device("cpu"), torch.float32) is None
     assert utilization(1000, 2e9, None) == {"tflops_per_s": 2.0}
     assert utilization(1000, 2e9, 4e12, n_devices=2) == {"tflops_per_s": 2.0, "mfu": 0.25}
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_held_are_those_that_the_backward_pass_waits_for(activation, dtype):
+    config = small(d_model=64, d_head=16, n_layer=3, sequence_len=64, activation=activation)
+    decoder = make_decoder(config, dtype=torch.float32)
+    decoder.compute_dtype = dtype
+    tokens = random_tokens(4, 65)
+    weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        decoder.loss_sum(tokens[:, :-1], tokens[:, 1:])
+    n_parameters = plan_of(config).count
+    masters_gradients_and_moments = 16 * n_parameters
+    formula = bytes_held(config, plan_of(config), 4 * 64, dtype) - masters_gradients_and_moments
+    assert sum(storage.nbytes() for storage in kept.values()) == pytest.approx(formula, rel=0.07)
