@@ -429,18 +429,19 @@ def flops_of(shape: Shape, activation: str) -> float:
 def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All contenders at one shape, interleaved on CPU; prints a table."""
     shape = {**SHAPES, **GPU_SHAPES}[name]
-    workers, results = [], []
-    for bf16 in (precision == "bf16" for precision in options.precisions):
+    results = []
+    for precision in options.precisions:  # one after the other, so that memory holds all processes of a round
+        workers = []
         for contender in options.contenders:
             if contender in GATED_ONLY and options.activation != "swiglu":
                 continue
             if contender == "litgpt" and importlib.util.find_spec("litgpt") is None:
                 print("litgpt is not installed: left out", file=sys.stderr)
                 continue
-            workers.append(Worker(contender, shape, bf16, options))
+            workers.append(Worker(contender, shape, precision == "bf16", options))
             if options.device == "cuda":  # whose memory does not hold them all, and whose clock is steady
                 results += run_rounds([workers.pop()], options)
-    results += run_rounds(workers, options)
+        results += run_rounds(workers, options)
     peak = torch.cuda.is_available() and gpu_peak(torch.cuda.get_device_name(), torch.bfloat16)
     fastest_peer = max((r["tokens_per_s"] for r in results if r["contender"] in PEERS), default=float("nan"))
     print(f"\n{name}: {shape}, {options.activation}")
