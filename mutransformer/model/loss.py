@@ -101,9 +101,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_x[rows] = product(gradient, at_use.t())
             if grad_weight is not None:
                 grad_weight += product(x[rows].t(), gradient.t())
-        ctx.gradients = (grad_x, None if grad_weight is None else grad_weight.t(), grad_bias)
+        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.t(), grad_bias)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*(None if g is None else g * gradient.to(g.dtype) for g in ctx.gradients), None, None)
+        return (*(None if g is None else g * gradient.to(g.dtype) for g in ctx.saved_tensors), None, None)

@@ -82,7 +82,7 @@ class DecoderModule(LightningModule):
         gradient_clip: largest global norm of the gradient; null: no clipping. Linked to trainer.gradient_clip_val.
         loss_mean_over: what the objective's sum is divided by: `targets` that count, or all `positions` (the
             reference's objective, smaller where targets are masked).
-        compile: run the decoder through torch.compile.
+        compile: have torch.compile make the code of a layer, half a minute before the first step.
     """
 
     def __init__(
