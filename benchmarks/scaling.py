@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.set_defaults(device="cpu")
     options = parser.parse_args()
     points = [measure(name, size, options) for name, sizes in SWEEPS.items() for size in sizes]
     time_fit = fit(points, "cpu_s", ("flops", "bytes", "n_layer"))

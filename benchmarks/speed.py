@@ -226,7 +226,7 @@ def our_loop(shape: Shape, bf16: bool, activation: str, engine: str) -> Loop:
     """The package's module under Lightning, with what `mutransformer fit` puts around it."""
     from lightning.pytorch import Callback, Trainer
 
-    from mutransformer import DecoderConfig, DecoderModule, OptimizerConfig, ParametrizationConfig, ScheduleConfig
+    from mutransformer import DecoderModule, ScheduleConfig
     from mutransformer.training.callbacks import DetectNonFinite, StopOnSignal
     from mutransformer.training.engine import engine_options
     from mutransformer.training.run_checkpoint import RunCheckpoint
@@ -442,7 +442,7 @@ def compare(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             if options.device == "cuda":  # whose memory does not hold them all, and whose clock is steady
                 results += run_rounds([workers.pop()], options)
         results += run_rounds(workers, options)
-    peak = torch.cuda.is_available() and gpu_peak(torch.cuda.get_device_name(), torch.bfloat16)
+    peak = options.device == "cuda" and gpu_peak(torch.cuda.get_device_name(), torch.bfloat16)
     fastest_peer = max((r["tokens_per_s"] for r in results if r["contender"] in PEERS), default=float("nan"))
     print(f"\n{name}: {shape}, {options.activation}")
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -164,6 +165,8 @@ class Decoder(nn.Module):
 
     def compile_block(self) -> None:
         """Has `torch.compile` make the block's code, once for all layers: its time does not grow with depth."""
+        # torch's own look at the block's arguments, slices of stacked weights, warns of what it does not need
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         self.block = torch.compile(self.block, dynamic=False)  # type: ignore[method-assign]
 
     def block(self, x_BLD: torch.Tensor, layer: Layer, shared: Layer, cache: LayerCache | None = None) -> torch.Tensor:

@@ -43,7 +43,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x weight^T, as `F.linear`: x [..., I], weight [O, I] -> [..., O]."""
-    if _HAS_ONEDNN and x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu":
+    if _HAS_ONEDNN and x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and x.numel():
         return _OneDNN.apply(x, weight)
     return F.linear(x, weight)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from mutransformer.model.linear import product
 
@@ -58,6 +59,8 @@ def linear_cross_entropy_sum(
         Scalar.
     """
     mask = None if mask_BL is None else mask_BL.flatten()
+    if not torch.is_grad_enabled():  # which a Function is not told: it would make gradients that nobody takes
+        x_BLD, weight_VD, bias_V = x_BLD.detach(), weight_VD.detach(), None if bias_V is None else bias_V.detach()
     return _LinearCrossEntropy.apply(x_BLD.flatten(0, 1), weight_VD, bias_V, targets_BL.flatten(), mask)
 
 
@@ -105,5 +108,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*(None if g is None else g * gradient.to(g.dtype) for g in ctx.saved_tensors), None, None)
+        return (*(None if g is None else (g * gradient).to(g.dtype) for g in ctx.saved_tensors), None, None)

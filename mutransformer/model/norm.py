@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: torch.Tensor, eps: float, gain: torch.Tensor | None = None) -> torch.Tensor:
@@ -33,6 +34,7 @@ class _RMSNorm(torch.autograd.Function):
         return (x * scale).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, scale = ctx.saved_tensors
         normed = x * scale

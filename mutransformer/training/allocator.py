@@ -17,5 +17,6 @@ def keep_freed_memory() -> None:
     are left alone.
     """
     if platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
         for parameter, value in _LARGEST.items():
-            ctypes.CDLL(None).mallopt(parameter, value)
+            library.mallopt(parameter, value)

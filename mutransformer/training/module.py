@@ -119,6 +119,9 @@ class DecoderModule(LightningModule):
         self.val_loss = TokenMean()
         if n_micro_batch < 1:
             raise ConfigError("trainer.accumulate_grad_batches", n_micro_batch, "must be at least 1", "use 1")
+        if compile and self.config["decoder"].remat == "dots":
+            rule = "is not for model.decoder.remat=dots, which decides operator by operator what is kept"
+            raise ConfigError("model.compile", compile, rule, "use remat none or block, or compile false")
         if gradient_clip is not None and not gradient_clip > 0:
             raise ConfigError("trainer.gradient_clip_val", gradient_clip, "must be above zero", "use 1.0, or null")
 

@@ -28,7 +28,7 @@ def ours(q, k, v):
 @pytest.mark.parametrize("n_scores", [1, 60, 10**6])
 def test_the_same_as_the_fused_kernel_forward_and_backward(monkeypatch, length, n_scores):
     monkeypatch.setattr(blockwise, "_BLOCK", 4)
-    monkeypatch.setattr(blockwise, "_SCORES", n_scores)
+    monkeypatch.setattr(blockwise, "_N_SCORES", n_scores)
     qkv = [normal(3, length, 2, 8, seed=seed).transpose(1, 2) for seed in range(3)]
     found, expected = with_gradients(ours, *qkv), with_gradients(fused, *qkv)
     assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, expected, strict=True))

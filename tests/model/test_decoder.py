@@ -139,6 +139,25 @@ def loaded(decoder: Decoder, state: dict[str, torch.Tensor]) -> Decoder:
     return decoder
 
 
+@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_a_compiled_block_gives_the_same_loss_and_gradients(remat, compute_dtype):
+    found = []
+    for is_compiled in (False, True):
+        decoder = make_decoder(small(remat=remat), dtype=torch.float32)
+        decoder.compute_dtype = compute_dtype
+        if is_compiled:
+            torch._dynamo.reset()
+            decoder.compile_block()
+        loss = decoder.loss_sum(TOKENS[:, :-1], TOKENS[:, 1:])
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in decoder.parameters())])
+    assert not is_compiled or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    error = 1e-5 if compute_dtype is None else 0.02
+    for eager, compiled in zip(*found, strict=True):
+        assert (eager - compiled).norm() <= error * eager.norm()
+
+
 # Precision
 
 

@@ -93,6 +93,24 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
     assert largest <= max(100, WEIGHT_VD.numel()) < TARGETS_BL.numel() * 17
 
 
+def test_an_evaluation_computes_no_gradient():
+    shapes = []
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            shapes.append(getattr(out, "shape", None))
+            return out
+
+    weight = torch.nn.Parameter(WEIGHT_VD)
+    of_weight = WEIGHT_VD.T.shape
+    for evaluates in (True, False):
+        shapes.clear()
+        with Shapes(), torch.set_grad_enabled(not evaluates):
+            linear_cross_entropy_sum(X_BLD, weight, None, TARGETS_BL)
+        assert (of_weight in shapes[1:]) is not evaluates
+
+
 def test_in_bfloat16_the_gradient_of_the_weight_adds_up_in_the_masters_dtype(monkeypatch):
     x, weight = X_BLD.bfloat16().requires_grad_(), WEIGHT_VD.float().requires_grad_()
     value = linear_cross_entropy_sum(x, weight, None, TARGETS_BL)

@@ -162,6 +162,11 @@ def test_compile_is_handed_to_the_decoder(monkeypatch):
         assert compiled == [module.decoder] * compile_decoder
 
 
+def test_compile_does_not_go_with_operators_that_are_kept_one_by_one():
+    with pytest.raises(ConfigError, match=r"model.compile=True: is not for model.decoder.remat=dots"):
+        make_module(small(remat="dots"), compile=True)
+
+
 def test_weights_that_are_not_finite_are_found_by_name():
     module = make_module()
     module.configure_model()
