@@ -1,4 +1,4 @@
-"""Causal self-attention: softmax through torch's fused kernel, and a plain path for the other nonlinearities."""
+"""Causal self-attention: softmax by kernels that never hold all scores, and a plain path for other nonlinearities."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class DecoderConfig:
         scan_layers: on XLA, compile one layer and loop over it, so that compile time does not grow with depth; not read
             elsewhere.
         remat: what the backward pass computes again instead of keeping it: `none`, `block` (all but the input of each
-            block), `dots` (all but matrix products; on XLA attention's scores too).
+            block), `dots` (all but products with weights).
         sequence_len: longest sequence; linked to data.sequence_len.
         vocab_size: number of token ids; linked to the data's tokenizer.
     """
