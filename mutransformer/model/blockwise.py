@@ -93,4 +93,5 @@ class _BlockwiseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backward = _backward_operator if torch.compiler.is_compiling() else _backward
-        return *backward(gradient, *ctx.saved_tensors, ctx.scale), None
+        q, k, v = ctx.saved_tensors
+        return *backward(gradient, q, k, v, ctx.scale), None

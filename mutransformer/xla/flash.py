@@ -66,6 +66,10 @@ class FlashAttention:
         )
 
 
+# what a kernel was lowered to, so that it is once and not every layer and step
+_lowered: dict[str, str | None] = {}
+
+
 def _lower_kernel(
     kernel: Callable[..., Any],
     *args: Any,
@@ -84,6 +88,10 @@ def _lower_kernel(
     from torch_xla.experimental.custom_kernel import _extract_backend_config, to_jax_shape_dtype_struct
 
     shapes = [to_jax_shape_dtype_struct(arg) if torch.is_tensor(arg) else arg for arg in args]
-    traced = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames).trace(*shapes, **kwargs)
-    lowered = traced.lower(lowering_platforms=("tpu",), _private_parameters=LoweringParameters(for_export=True))
-    return _extract_backend_config(lowered.compiler_ir()), [arg for arg in args if torch.is_tensor(arg)]
+    key = repr((kernel, shapes, static_argnums, static_argnames, sorted(kwargs.items())))
+    if key not in _lowered:
+        jitted = jax.jit(kernel, static_argnums=static_argnums, static_argnames=static_argnames)
+        parameters = LoweringParameters(for_export=True)
+        lowered = jitted.trace(*shapes, **kwargs).lower(lowering_platforms=("tpu",), _private_parameters=parameters)
+        _lowered[key] = _extract_backend_config(lowered.compiler_ir())
+    return _lowered[key], [arg for arg in args if torch.is_tensor(arg)]
